@@ -1,0 +1,1 @@
+"""One module a question: `python -m benchmarks.QUESTION --json` prints one JSON object last."""

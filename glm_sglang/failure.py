@@ -1,0 +1,134 @@
+"""How a process ends when it can't carry the fork: one message, a non-zero status, nobody left behind.
+
+SGLang swallows a plugin's exceptions, and a launcher whose scheduler ended early finds out up to five seconds
+later, by a traceback; while it loads a large model it does not look at the detokenizer at all. So under our
+launcher a child that fails writes its message into a named pipe in the run folder; a thread of the launcher
+reads it, prints it, kills the whole tree and exits. The first message wins, so eight ranks that fail alike
+speak once.
+
+Under a stock launcher the child prints the message and sends its parent SIGQUIT, SGLang's own sign of a
+failed child.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+from glm_sglang import scope
+
+PREFIX = "glm-sglang: "
+_PIPE = "failure"
+_FOLDER = "glm-sglang-run-"  # then the launcher's process id
+# A write of at most PIPE_BUF bytes is atomic, so messages of several ranks do not mix.
+_LONGEST = 4096
+_REAP_S = 30.0
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """End this process because of `error`.
+
+    The message goes out once; in the main process this raises SystemExit.
+    """
+    message = f"{PREFIX}{error}"
+    if multiprocessing.parent_process() is None:
+        raise SystemExit(message)
+    owner = scope.launcher()
+    if owner is None or not _tell(owner, message):
+        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(os.getppid(), signal.SIGQUIT)
+    sys.stdout.flush()
+    # Not sys.exit: atexit handlers and threads of a half-initialised process could hang or print tracebacks.
+    os._exit(1)
+
+
+def _tell(owner: scope.Launcher, message: str) -> bool:
+    """Hand the message to the launcher; False where nobody reads any more."""
+    try:
+        pipe = os.open(owner.run_folder / _PIPE, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with os.fdopen(pipe, "wb", buffering=0) as out:
+        return bool(out.write(message.encode(errors="replace")[: _LONGEST - 1] + b"\n"))
+
+
+class Listener:
+    """The launcher's end: owns the run folder and the thread that waits for a child's message.
+
+    The folder is removed by `close()`, or by the thread before it ends the process.
+    """
+
+    def __init__(self) -> None:
+        _remove_stale_folders()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+        os.mkfifo(self.folder / _PIPE, 0o600)
+        # Open for writing as well: then a read waits for the first message instead of seeing the end of file.
+        self._pipe = os.open(self.folder / _PIPE, os.O_RDWR)
+        self._thread = threading.Thread(target=self._wait, name="glm-sglang-failures", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            message = os.read(self._pipe, _LONGEST)
+        except OSError:  # closed
+            return
+        if not message.strip():
+            return
+        print(message.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
+        kill_children()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(1)
+
+    def close(self) -> None:
+        """Stop listening and remove the folder."""
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, b"\n")
+        self._thread.join(timeout=1.0)
+        os.close(self._pipe)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _remove_stale_folders() -> None:
+    """Remove this user's run folders whose launcher was killed before it could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_children() -> None:
+    """Kill every process below this one and wait until they are gone."""
+    import psutil  # type: ignore[import-untyped]
+
+    for _ in range(3):  # a process may start another while we look
+        children = psutil.Process().children(recursive=True)
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=_REAP_S)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this child when its parent ends; end at once where the parent has already gone.
+
+    UPSTREAM: run_scheduler_process asks for the same, but only after plugins are loaded.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if not parent.is_alive():  # it ended before the line above
+        os._exit(1)

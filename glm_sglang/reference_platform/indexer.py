@@ -1,0 +1,79 @@
+"""The DSA lightning indexer in PyTorch: which `index_topk` earlier tokens each row attends to.
+
+score[t, s] = Σ_h w[t, h] · relu(q[t, h] · k[s]),  w = weights_proj(x) · heads^−½ · head_dim^−½, causal, top-k over s.
+q and k carry rotary embedding on their first rope_head_dim columns. The Hadamard rotation that the GPU path applies to
+both before quantising cancels in exact arithmetic and is left out (DeepSeek-V3.2 report, section 2.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+
+#: Upper bound of one block of per-head scores, in elements (256 MiB in fp32).
+SCORE_ELEMENTS = 1 << 26
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """q [rows, heads, d], k [length, d], weights [rows, heads], all fp32 → [rows, length] fp32, without a mask."""
+    rows, heads, dim = q.shape
+    out = torch.empty(rows, k.shape[0], dtype=torch.float32)
+    block = max(1, SCORE_ELEMENTS // max(1, heads * k.shape[0]))
+    for start in range(0, rows, block):
+        part = slice(start, start + block)
+        logits = (q[part].reshape(-1, dim) @ k.T).relu_().view(-1, heads, k.shape[0])
+        torch.matmul(weights[part, None, :], logits, out=out[part, None, :])
+    return out
+
+
+def select(score: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """Top-k positions of score [rows, length] among the first visible[i] of row i.
+
+    Returns [rows, k] int32, −1 where a row sees fewer than k.
+    """
+    rows, length = score.shape
+    hidden = torch.arange(length) >= visible[:, None]
+    top = score.masked_fill(hidden, float("-inf")).topk(min(k, length), dim=-1)
+    chosen = top.indices.to(torch.int32).masked_fill_(top.values == float("-inf"), -1)
+    if length >= k:
+        return chosen
+    return torch.nn.functional.pad(chosen, (0, k - length), value=-1)
+
+
+def forward(
+    self: Any,
+    x: torch.Tensor,
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: Any,
+    layer_id: int,
+    return_indices: bool = True,
+    **_: Any,
+) -> torch.Tensor | None:
+    """Forward of SGLang's Indexer on this platform: writes this pass's index keys, returns the selection.
+
+    x [rows, hidden], q_lora [rows, q_lora_rank] → [rows, index_topk] int32 positions within each row's sequence, −1
+    for none; rows whose sequence is no longer than index_topk get −1 throughout (attention is dense there).
+    """
+    pool = get_token_to_kv_pool()
+    keys = pool.index_key_cache
+    q = self.wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
+    k = self.k_norm(self.wk(x)[0]).view(-1, 1, self.head_dim)
+    q_rope, k_rope = self.rotary_emb(
+        positions, q[..., : self.rope_head_dim].contiguous(), k[..., : self.rope_head_dim].contiguous()
+    )
+    q = torch.cat([q_rope, q[..., self.rope_head_dim :]], -1)
+    k = torch.cat([k_rope, k[..., self.rope_head_dim :]], -1)
+    keys.store(layer_id, forward_batch.out_cache_loc, k[: forward_batch.out_cache_loc.shape[0], 0])
+    if not return_indices:
+        return None
+    weights = torch.nn.functional.linear(x.float(), self.weights_proj.weight.float())
+    weights *= self.n_heads**-0.5 * self.softmax_scale
+    out = torch.full((x.shape[0], self.index_topk), -1, dtype=torch.int32)
+    for seq in get_attn_backend().sequences:
+        if seq.length > self.index_topk:
+            score = scores(q[seq.rows].float(), keys.load(layer_id, seq.slots), weights[seq.rows])
+            out[seq.rows] = select(score, seq.visible(), self.index_topk)
+    return out

@@ -1,0 +1,87 @@
+"""The environment variables of this fork: one table, read strictly.
+
+A variable that starts with `GLM_SGLANG_` and is not in the table is an error where a server starts: a
+misspelt setting must not be ignored in silence.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from glm_sglang.errors import UsageError
+
+PREFIX = "GLM_SGLANG_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One environment variable.
+
+    allowed   the values accepted; () accepts any text.
+    default   what an unset or empty variable means.
+    internal  set by this fork for its own child processes, not by a user.
+    """
+
+    name: str
+    meaning: str
+    default: str = ""
+    allowed: tuple[str, ...] = ()
+    internal: bool = False
+
+
+PLATFORM = Variable(
+    name="GLM_SGLANG_PLATFORM",
+    meaning="which device code runs: chosen by the hardware, the PyTorch reference, or CUDA",
+    default="auto",
+    allowed=("auto", "reference", "cuda"),
+)
+ALLOW_UNTESTED = Variable(
+    name="GLM_SGLANG_ALLOW_UNTESTED",
+    meaning="1: an upstream symbol whose source has changed is a warning and a metric instead of the end",
+    default="0",
+    allowed=("0", "1"),
+)
+INDEX_KEYS = Variable(
+    name="GLM_SGLANG_INDEX_KEYS",
+    meaning="how the reference platform stores index keys: exactly, or as a GPU does (FP8 and a scale)",
+    default="exact",
+    allowed=("exact", "fp8"),
+)
+VENV = Variable(name="GLM_SGLANG_VENV", meaning="where `make` keeps its virtual environment", default=".venv")
+LAUNCHER = Variable(
+    name="GLM_SGLANG_LAUNCHER",
+    meaning="process id and run folder of the glm_sglang.launch_server that this process belongs to",
+    internal=True,
+)
+
+VARIABLES: tuple[Variable, ...] = (PLATFORM, ALLOW_UNTESTED, INDEX_KEYS, VENV, LAUNCHER)
+
+
+def read(variable: Variable, environ: Mapping[str, str] = os.environ) -> str:
+    """The variable's value, or its default where it is unset or empty.
+
+    Raises UsageError for a value that is not allowed.
+    """
+    value = environ.get(variable.name) or variable.default
+    if variable.allowed and value not in variable.allowed:
+        raise UsageError(f"{variable.name} is {value!r}, allowed: {', '.join(variable.allowed)}")
+    return value
+
+
+def allow_untested(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a changed upstream symbol is only warned about."""
+    return read(ALLOW_UNTESTED, environ) == "1"
+
+
+def check_names(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UsageError for a `GLM_SGLANG_` variable that does not exist or has a value not allowed."""
+    known = {variable.name: variable for variable in VARIABLES}
+    for name in sorted(environ):
+        if not name.startswith(PREFIX):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, [v.name for v in VARIABLES if not v.internal], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"unknown environment variable {name}{hint}")
+        read(known[name], environ)

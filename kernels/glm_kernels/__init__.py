@@ -1,0 +1,1 @@
+"""Device code, each piece beside its exact PyTorch reference. Never imports sglang."""

@@ -1,0 +1,457 @@
+"""LMCache's async lookup over real sockets: who wakes the scheduler, whose reply counts, what a dead rank
+costs.
+
+Oracles: the answer is the minimum over all ranks for this very question, or a miss; a sleep is a call of
+`time.sleep`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_faults import HUNG, counters, patience, run
+
+CHUNK = 256
+TOKENS = list(range(4 * CHUNK))
+
+
+class Engine:
+    """A rank's engine: answers at once, when told, or not at all."""
+
+    def __init__(self, hit: int = len(TOKENS), answers: bool = True, fails: bool = False) -> None:
+        self.hit, self.answers, self.fails = hit, answers, fails
+        self.server: Any = None
+        self.asked = threading.Semaphore(0)
+        self.requests: list[tuple[str, int]] = []
+        self.released: list[str] = []
+        self.cleaned = threading.Semaphore(0)
+
+    def async_lookup_and_prefetch(self, lookup_id: str, hashes: list[int], **_: Any) -> None:
+        self.requests.append((lookup_id, len(hashes)))
+        if self.fails:
+            raise RuntimeError("no storage manager")
+        if self.answers:
+            self.reply(lookup_id)
+        self.asked.release()
+
+    def reply(self, lookup_id: str) -> None:
+        self.server.send_response_to_scheduler(lookup_id, self.hit)
+
+    def cleanup_memory_objs(self, lookup_id: str) -> None:
+        self.released.append(lookup_id)
+        self.cleaned.release()
+
+
+class Bench:
+    """A client and its ranks in one process, over the sockets they would use in several."""
+
+    def __init__(self, *engines: Engine, timeout_ms: int = 100, serve: bool = True, **extra: Any) -> None:
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupClient
+
+        self.engines = engines
+        self.config = LMCacheEngineConfig.from_defaults(
+            chunk_size=CHUNK, lookup_timeout_ms=timeout_ms, extra_config=extra or None
+        )
+        self.engine_id = uuid.uuid4().hex
+        self.client = LMCacheAsyncLookupClient(self.config, self.metadata(0))
+        if serve:
+            for rank in range(len(engines)):
+                self.serve(rank)
+
+    def metadata(self, rank: int) -> Any:
+        return SimpleNamespace(
+            engine_id=self.engine_id,
+            kv_connector_extra_config=None,
+            world_size=len(self.engines),
+            worker_id=rank,
+            use_mla=False,
+            model_name="model",
+        )
+
+    def serve(self, rank: int) -> None:
+        from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupServer
+
+        self.engines[rank].server = LMCacheAsyncLookupServer(self.engines[rank], self.metadata(rank))
+
+    def ask(self, lookup_id: str) -> Any:
+        """What vLLM's scheduler does with a request it sees for the first time."""
+        assert self.client.lookup_cache(lookup_id) == -1
+        return self.client.lookup(TOKENS, lookup_id)
+
+    def poll(self, lookup_id: str) -> Any:
+        """Asks again, step by step, until there is a result."""
+        deadline = time.monotonic() + max(patience(), 3.0)
+        while time.monotonic() < deadline:
+            found = self.client.lookup_cache(lookup_id)
+            if found is not None:
+                return found
+        return HUNG
+
+
+def _sleeps() -> list[bool]:
+    """Records every sleep of the client's module: whether its lock was held."""
+    from lmcache.v1.lookup_client import lmcache_async_lookup_client as module
+
+    recorded: list[bool] = []
+    real = module.time
+
+    class Time:
+        client: Any = None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def sleep(self, seconds: float) -> None:
+            recorded.append(Time.client is not None and Time.client.lock.locked())
+            real.sleep(seconds)
+
+    module.time = Time()
+    _sleeps.client_holder = Time  # type: ignore[attr-defined]
+    return recorded
+
+
+# -- waking --------------------------------------------------------------------------------------------------
+
+
+def one_lookup_and_a_slow_one() -> tuple[list[Any], list[bool]]:
+    sleeps = _sleeps()
+    fast, slow = Engine(hit=512), Engine(hit=768)
+    bench = Bench(fast, slow, timeout_ms=60_000)
+    _sleeps.client_holder.client = bench.client if hasattr(bench.client, "lock") else None  # type: ignore[attr-defined]
+    answers = [bench.poll("a") if (found := bench.ask("a")) is None else found]
+    slow.answers = False
+    assert bench.ask("b") is None
+    assert bench.client.lookup_cache("b") is None
+    slow.reply("b")
+    answers.append(bench.poll("b"))
+    return answers, sleeps
+
+
+def test_the_last_reply_wakes_the_waiter_and_nothing_sleeps() -> None:
+    answers, sleeps = run(one_lookup_and_a_slow_one, repaired=False)
+    assert answers == [512, 512]
+    assert sleeps
+    assert any(sleeps)  # with the lock held that the reply thread needs
+    assert run(one_lookup_and_a_slow_one, repaired=True) == ([512, 512], [])
+
+
+def lock_while_the_scheduler_waits() -> tuple[bool, Any]:
+    """Whether the table's lock can be taken during a wait, and the wait's result."""
+    engine = Engine(answers=False)
+    bench = Bench(engine, timeout_ms=60_000, lookup_backoff_time=60.0)
+    condition = bench.client._table.lock
+    waiting = threading.Event()
+    wait = condition.wait
+
+    def tell(timeout: float | None = None) -> bool:
+        waiting.set()
+        return bool(wait(timeout))
+
+    condition.wait = tell
+    results: list[Any] = []
+    scheduler = threading.Thread(target=lambda: results.append(bench.ask("a")))
+    scheduler.start()
+    assert waiting.wait(30)
+    free = condition.acquire(timeout=30)
+    condition.release()
+    assert engine.asked.acquire(timeout=30)
+    engine.reply("a")
+    scheduler.join(30)
+    return free, results[0]
+
+
+def test_no_lock_is_held_while_the_scheduler_waits() -> None:
+    assert run(lock_while_the_scheduler_waits, repaired=True) == (True, len(TOKENS))
+
+
+def waits_of_a_pass_over_many_lookups() -> float:
+    """Seconds that the scheduler asked to wait in one pass over 50 pending lookups."""
+    bench = Bench(Engine(answers=False), timeout_ms=60_000, lookup_backoff_time=0.05)
+    asked: list[float] = []
+    condition = bench.client._table.lock
+    wait = condition.wait
+
+    def record(timeout: float | None = None) -> bool:
+        asked.append(timeout or 0.0)
+        return bool(wait(timeout))
+
+    condition.wait = record
+    for number in range(50):
+        bench.client.lookup_hashes([1], [CHUNK], f"r{number}")
+    return sum(asked)
+
+
+def test_a_pass_over_many_lookups_waits_once_and_not_once_for_each() -> None:
+    # The purse is one back-off time, and fills only while the scheduler does something else. Each for
+    # itself: 2.5 s.
+    assert run(waits_of_a_pass_over_many_lookups, repaired=True) < 1.0
+
+
+# -- whose reply counts --------------------------------------------------------------------------------------
+
+
+class Wire:
+    """The sockets of all ranks, without servers: the test decides what is replied, and when."""
+
+    def __init__(self, bench: Bench, ranks: int) -> None:
+        import zmq
+        from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
+
+        context = zmq.Context()
+        self.pulls = []
+        for rank in range(ranks):
+            self.pulls.append(context.socket(zmq.PULL))
+            self.pulls[-1].bind(
+                f"ipc://{get_zmq_rpc_path_lmcache(bench.engine_id, 'lookup_worker', 0, rank)}"
+            )
+        self.push = context.socket(zmq.PUSH)
+        self.push.connect(f"ipc://{get_zmq_rpc_path_lmcache(bench.engine_id, 'lookup_scheduler', 0, 0)}")
+
+    def request(self, rank: int) -> int:
+        """The attempt of the next request; 0 where the client doesn't number them."""
+        from glm_connectors.lmcache_repairs.lookup_wire import LookupRequest, decode_to_rank
+
+        request = decode_to_rank(self.pulls[rank].recv())
+        assert isinstance(request, LookupRequest)
+        return request.attempt
+
+    def reply(self, rank: int, attempt: int, tokens: int) -> None:
+        from glm_connectors.lmcache_repairs.lookup_wire import LookupReply, encode
+
+        self.push.send(encode(LookupReply("a", tokens, rank, attempt)))
+
+
+def late_reply_and_the_next_lookup_of_that_id() -> tuple[Any, Any, int]:
+    """Rank 0's reply to a question that nobody asks any more arrives under the next question with that id.
+
+    Returns the answers once rank 0 has replied to both (1024 each), and once rank 1 has (256); late replies.
+    """
+    bench = Bench(Engine(), Engine(), serve=False, timeout_ms=60_000)
+    wire = Wire(bench, 2)
+    bench.ask("a")
+    bench.client.clear_lookup_status("a")
+    bench.ask("a")
+    attempts = [[wire.request(rank) for _ in range(2)] for rank in range(2)]
+    wire.reply(0, attempts[0][0], 1024)
+    wire.reply(0, attempts[0][1], 1024)
+    known = getattr(bench.client, "_table", None)
+    deadline = time.monotonic() + patience()
+    while time.monotonic() < deadline and (known is None or not known.lookups["a"].replies):
+        time.sleep(0.01)
+    early = bench.client.lookup_cache("a")
+    wire.reply(1, attempts[1][1], 256)
+    return early, bench.poll("a"), counters()["late_replies"]
+
+
+def test_a_late_reply_does_not_count_for_the_next_lookup() -> None:
+    early, _, _ = run(late_reply_and_the_next_lookup_of_that_id, repaired=False)
+    assert early == 1024  # two replies of rank 0: rank 1, which has 256, was not waited for
+    assert run(late_reply_and_the_next_lookup_of_that_id, repaired=True) == (None, 256, 1)
+
+
+def expired_lookup_asked_again() -> list[Any]:
+    bench = Bench(Engine(answers=False))
+    bench.ask("a")
+    answers = [bench.poll("a")]
+    for _ in range(2):  # there was no room for the request: the scheduler asks at its next step
+        try:
+            answers.append(bench.client.lookup_cache("a"))
+        except KeyError:
+            answers.append("KeyError")
+    return answers
+
+
+def test_an_expired_lookup_stays_a_miss() -> None:
+    assert run(expired_lookup_asked_again, repaired=False) == [0, "KeyError", "KeyError"]
+    assert run(expired_lookup_asked_again, repaired=True) == [0, 0, 0]
+
+
+def lookup_expired_with_one_reply(replies_late: bool) -> tuple[list[str], list[str]]:
+    """What two ranks are told to release; one replied in time, the other late or never."""
+    prompt, other = Engine(), Engine(answers=False)
+    bench = Bench(prompt, other, timeout_ms=2000)
+    bench.ask("a")
+    assert other.asked.acquire(timeout=30)
+    assert bench.poll("a") in (0, HUNG)
+    if replies_late:
+        other.reply("a")
+        assert other.cleaned.acquire(timeout=30)
+    bench.client.lookup_cache("other")  # upstream sends its cleanups in the next lookup
+    prompt.cleaned.acquire(timeout=patience())
+    return prompt.released, other.released
+
+
+def test_ranks_release_what_they_loaded_for_an_expired_lookup() -> None:
+    assert run(lookup_expired_with_one_reply, False, repaired=False) == ([], [])
+    assert run(lookup_expired_with_one_reply, False, repaired=True) == (["a"], [])
+    assert run(lookup_expired_with_one_reply, True, repaired=True) == (["a"], ["a"])
+
+
+def lookup_cancelled(replied: bool) -> list[str]:
+    engine = Engine(answers=replied)
+    bench = Bench(engine, timeout_ms=60_000)
+    found = bench.ask("a")
+    if replied:
+        assert (bench.poll("a") if found is None else found) == len(TOKENS)
+    bench.client.cancel_lookup("a")
+    if not replied:
+        assert engine.asked.acquire(timeout=30)
+        engine.reply("a")
+    assert engine.cleaned.acquire(timeout=30)
+    assert bench.client.lookup_cache("a") == -1
+    return engine.released
+
+
+@pytest.mark.parametrize("replied", [False, True], ids=["before_the_reply", "after_the_reply"])
+def test_a_cancelled_lookup_is_released_by_its_rank(replied: bool) -> None:
+    assert run(lookup_cancelled, replied, repaired=True) == ["a"]
+
+
+def reply_without_rank_and_attempt() -> tuple[Any, int]:
+    import msgspec
+    import zmq
+    from lmcache.v1.lookup_client.async_lookup_message import LookupResponseMsg
+    from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
+
+    bench = Bench(Engine(answers=False), timeout_ms=60_000)
+    bench.ask("a")
+    socket = zmq.Context().socket(zmq.PUSH)
+    socket.connect(f"ipc://{get_zmq_rpc_path_lmcache(bench.engine_id, 'lookup_scheduler', 0, 0)}")
+    socket.send(msgspec.msgpack.encode(LookupResponseMsg("a", 99)))
+    deadline = time.monotonic() + 30
+    while not counters()["foreign_replies"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bench.client.lookup_cache("a"), counters()["foreign_replies"]
+
+
+def test_a_reply_of_an_unrepaired_rank_is_refused_loudly() -> None:
+    assert run(reply_without_rank_and_attempt, repaired=True) == (None, 1)
+
+
+def requests_under_one_id(second_extends: bool) -> tuple[Any, int, list[tuple[str, int]]]:
+    """A second request while the first is loading: its answer, the loads that were started."""
+    engine = Engine(hit=CHUNK, answers=False)
+    bench = Bench(engine, timeout_ms=60_000, lookup_backoff_time=0.001)
+    bench.client.lookup_hashes([1, 2], [CHUNK] * 2, "a")
+    assert engine.asked.acquire(timeout=30)
+    found = bench.client.lookup_hashes([1, 2, 3] if second_extends else [7, 8, 9], [CHUNK] * 3, "a")
+    if second_extends:
+        # FIFO: the rank has the second request once it answers a third one, under another id.
+        bench.client.lookup_hashes([5], [CHUNK], "b")
+        assert engine.asked.acquire(timeout=30)
+        engine.reply("a")
+    found = bench.poll("a") if found is None else found
+    return found, counters()["late_replies"], engine.requests
+
+
+def test_a_request_that_extends_a_loading_one_is_answered_by_its_load() -> None:
+    found, late, requests = run(requests_under_one_id, True, repaired=True)
+    assert (found, late, requests) == (CHUNK, 0, [("a", 2), ("b", 1)])
+
+
+def test_another_request_under_a_loading_id_is_a_miss() -> None:
+    found, _, requests = run(requests_under_one_id, False, repaired=True)
+    assert (found, requests) == (0, [("a", 2)])
+
+
+# -- dead ranks ----------------------------------------------------------------------------------------------
+
+
+def dead_rank() -> tuple[list[Any], dict[str, int], Any]:
+    """Answers to three lookups with rank 1 dead, the counters then, and the answer once it is back."""
+    from glm_connectors.lmcache_repairs import lookup_client
+
+    lookup_client.PROBE_FIRST = lookup_client.PROBE_LAST = 0.05
+    bench = Bench(Engine(), Engine(hit=512), serve=False, timeout_ms=2000)
+    bench.serve(0)
+    answers = []
+    for name in "abc":
+        found = bench.ask(name)
+        answers.append(bench.poll(name) if name == "a" else found)
+    counted = counters()
+    bench.serve(1)
+    deadline = time.monotonic() + patience()
+    while counters()["dead_ranks"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = bench.ask("d")
+    return answers, counted, bench.poll("d") if found is None else found
+
+
+def test_a_dead_rank_costs_its_deadline_once_and_comes_back_by_itself() -> None:
+    answers, *_ = run(dead_rank, repaired=False)
+    assert answers == [0, None, None]  # b and c wait for their own deadlines
+    answers, counted, back = run(dead_rank, repaired=True)
+    assert answers == [0, 0, 0]
+    assert (counted["lookups_expired"], counted["lookups_without_rank"], counted["dead_ranks"]) == (1, 2, 1)
+    assert back == 512
+
+
+def rank_with_a_full_queue() -> list[Any]:
+    """Rank 1 has died long ago: messages to it fill its queue (one fits here)."""
+    bench = Bench(Engine(), Engine(), serve=False, timeout_ms=60_000)
+    bench.serve(0)
+    import zmq
+
+    bench.client.push_sockets[1].setsockopt(zmq.SNDHWM, 1)
+    address = bench.client.push_sockets[1].getsockopt_string(zmq.LAST_ENDPOINT)
+    bench.client.push_sockets[1].disconnect(address)
+    bench.client.push_sockets[1].connect(address)
+    return [bench.ask(name) for name in "abc"]
+
+
+def test_a_full_queue_does_not_block_the_scheduler() -> None:
+    assert run(rank_with_a_full_queue, repaired=False, seconds=5) == HUNG
+    assert run(rank_with_a_full_queue, repaired=True) == [None, 0, 0]
+
+
+def lookup_with_an_engine_that_raises() -> Any:
+    bench = Bench(Engine(fails=True), timeout_ms=60_000)
+    found = bench.ask("a")
+    return bench.poll("a") if found is None else found
+
+
+def test_an_engine_that_raises_answers_with_a_miss() -> None:
+    assert run(lookup_with_an_engine_that_raises, repaired=False) == HUNG
+    assert run(lookup_with_an_engine_that_raises, repaired=True) == 0
+
+
+def reply_that_nobody_reads() -> tuple[str, int]:
+    """The scheduler is gone and the rank goes on answering."""
+    import zmq
+
+    engine = Engine(answers=False)
+    bench = Bench(engine, timeout_ms=60_000)
+    engine.server.push_socket.close(linger=0)
+    engine.server.push_socket = engine.server.ctx.socket(zmq.PUSH)  # connected to nobody
+    bench.ask("a")
+    assert engine.asked.acquire(timeout=30)
+    engine.reply("a")
+    return "returned", counters()["unsent_replies"]
+
+
+def test_a_rank_does_not_wait_for_a_scheduler_that_is_gone() -> None:
+    assert run(reply_that_nobody_reads, repaired=False, seconds=5) == HUNG
+    assert run(reply_that_nobody_reads, repaired=True) == ("returned", 1)
+
+
+def close_beside_another_user_of_the_context() -> tuple[str, bool]:
+    import zmq
+
+    other = zmq.Context.instance().socket(zmq.PULL)  # vLLM and LMCache's controller share this context
+    other.bind("inproc://other")
+    engine = Engine()
+    bench = Bench(engine)
+    bench.client.close()
+    engine.server.close()
+    return "closed", bench.client.thread.is_alive() or engine.server.thread.is_alive()
+
+
+def test_close_ends_the_threads_and_leaves_the_shared_context_alone() -> None:
+    assert run(close_beside_another_user_of_the_context, repaired=False, seconds=8) == HUNG
+    assert run(close_beside_another_user_of_the_context, repaired=True) == ("closed", False)
