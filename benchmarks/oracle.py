@@ -196,7 +196,7 @@ def run_dtype(args: argparse.Namespace, dtype: str, folder: Path) -> list[dict[s
     oracle = Oracle(folder)
     rows = []
     for chunk in (WHOLE, PAGE):
-        flags = ["--chunked-prefill-size", str(chunk), "--page-size", str(PAGE), *args.server_args]
+        flags = [*serving_flags(args, dtype), "--chunked-prefill-size", str(chunk)]
         progress(f"{dtype}: starting a server with chunks of {chunk}")
         env = {INDEX_KEYS: "exact"}
         with Server(
@@ -237,8 +237,9 @@ def share_of_topk(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     replies = {}
     for mode in ("exact", "fp8"):
         progress(f"index keys: starting a server with {INDEX_KEYS}={mode}")
-        flags = ["--page-size", str(PAGE), *args.server_args]
-        with Server(folder, flags, env={INDEX_KEYS: mode}, name=f"oracle-keys-{mode}") as server:
+        with Server(
+            folder, serving_flags(args, "float32"), env={INDEX_KEYS: mode}, name=f"oracle-keys-{mode}"
+        ) as server:
             replies[mode] = Asker(server.url, args.tokens).ask([ids], [0])[0]
     differences = [
         abs(a - b)
@@ -260,6 +261,12 @@ def share_of_topk(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def shape_of(args: argparse.Namespace) -> Shape:
     """The checkpoint's sizes: the CPU preset's with the asked top-k."""
     return replace(PRESETS["cpu"], index_topk=args.index_topk)
+
+
+def serving_flags(args: argparse.Namespace, dtype: str) -> list[str]:
+    """Flags of every server. UPSTREAM: `--dtype auto` turns a float32 checkpoint into float16."""
+    own = ["--dtype", "float32"] if dtype == "float32" else []
+    return ["--page-size", str(PAGE), *own, *args.server_args]
 
 
 def log_file(args: argparse.Namespace, dtype: str, chunk: int) -> Path | None:

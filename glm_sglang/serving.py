@@ -37,6 +37,8 @@ _NOISE = re.compile(
     r"^\s*(warnings\.warn\b|import pynvml|[\^~\s|+\-]+)$|FutureWarning|UserWarning|DeprecationWarning"
     r"|freeze_gc|it/s\]|s/it\]|^\s*$|Skipping import of cpp extensions|NVML|resource_tracker"
 )
+# Waits for the end of its standard input, whose other end dies with us, then ends the group $1.
+_GUARD = 'read -r _; kill -TERM "$1"; sleep "$2"; kill -KILL "-$1"'
 _handed_out: set[int] = set()
 
 
@@ -132,6 +134,7 @@ class Process:
         self.ready_timeout_s = ready_timeout_s
         self.progress = progress
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
 
     @property
@@ -164,6 +167,14 @@ class Process:
                 env=environment,
                 start_new_session=True,
             )
+        # Should this process die without a chance to clean up (SIGKILL, os._exit), the guard stops the server.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "guard", str(self._process.pid), str(int(_TERM_S))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._started_at = time.monotonic()
 
     def _check_port(self) -> None:
@@ -243,10 +254,14 @@ class Process:
             time.sleep(_POLL_S)
         process.wait()
         self._process = None
+        if self._guard is not None:
+            self._guard.kill()  # before its input ends: the group id is free for others now
+            self._guard.communicate()
+            self._guard = None
 
     def __enter__(self) -> Process:
-        self.start()
         try:
+            self.start()
             self.wait_ready()
         except BaseException:
             self._end_group()

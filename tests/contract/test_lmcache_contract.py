@@ -1,4 +1,4 @@
-"""The repairs against the installed LMCache: it is the tested one, or `install` refuses with a full report."""
+"""The repairs against the installed LMCache: it is the tested one, or `install` refuses and says why."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from glm_kernels.mega_moe import instantiate
 
-needs_nvcc = pytest.mark.skipif(
-    shutil.which("nvcc") is None, reason="compiling device code needs a CUDA toolkit's nvcc"
-)
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs a CUDA toolkit's nvcc")
 
 
 @needs_nvcc

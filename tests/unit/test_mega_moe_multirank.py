@@ -1,4 +1,4 @@
-"""Two gloo ranks give what one rank gives, for uneven, empty and refused batches; one pair serves all cases."""
+"""Two gloo ranks give what one rank gives, for uneven, empty and refused batches. One pair serves all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def on_rank(rank: int, arithmetic: Arithmetic, batches: list[Tokens]) -> torch.T
 
 
 def in_chunks(rank: int, arithmetic: Arithmetic, batches: list[Tokens], capacity: int) -> torch.Tensor:
-    """One call per chunk of a plan made from all ranks' counts; a rank without tokens makes every call too."""
+    """One call per chunk of a plan from all ranks' counts; a rank without tokens makes every call too."""
     mine, weights = batches[rank], shard(weights_for(arithmetic), rank, RANKS)
     plan = plan_for_ranks([len(batch.x) for batch in batches], capacity)
     shares = [mine[plan.rows(len(mine.x), chunk)] for chunk in range(plan.count)]
@@ -97,11 +97,17 @@ class Pair:
     def ask(self, work: Callable[..., Any], *arguments: Any) -> list[tuple[Any, str | None]]:
         for pipe in self.pipes:
             pipe.send((work, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(BOUND_S), f"rank {rank} did not answer within {BOUND_S} s"
-            answers.append(pipe.recv())
-        return answers
+        answers: dict[int, tuple[Any, str | None]] = {}
+        while len(answers) < RANKS:
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = wait(waiting, BOUND_S)
+            assert ready, f"no answer within {BOUND_S} s; answered: {sorted(answers)}"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                answer = pipe.recv()
+                assert not (answer[1] or "").startswith("crashed"), answer[1]
+                answers[self.pipes.index(pipe)] = answer
+        return [answers[rank] for rank in range(RANKS)]
 
     def results(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         answers = self.ask(work, *arguments)

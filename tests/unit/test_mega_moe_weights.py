@@ -246,7 +246,7 @@ def test_requantisation_errs_by_half_a_step_and_never_overflows(scale: float, si
 
 
 def test_requantisation_error_is_what_the_documentation_states() -> None:
-    """Weights of a normal distribution: 2.6 % rms, 1/16 at most where E4M3 is normal, and the mean unmoved."""
+    """Weights of a normal distribution: 2.6 % rms, 1/16 at most where E4M3 is normal, no bias."""
     weights = checkpoint(12, 8)
     exact = weights.dequantized().w13
     assert weights.w13_scale is not None

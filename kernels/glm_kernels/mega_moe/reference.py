@@ -135,20 +135,16 @@ def _over_group(
             f"rank {sizes_out.index(_REFUSED)} of the EP group refused its routing: see that rank's error"
         )
 
-    parcels = torch.cat(
-        [
-            _bytes(x[token[pairs]]),
-            _bytes(routing[pairs].unsqueeze(-1)),
-            _bytes((slots[pairs] % per_rank).unsqueeze(-1)),
-        ],
-        dim=1,
+    local = (slots[pairs] % per_rank).int()
+    columns = (x[token[pairs]], routing[pairs].unsqueeze(-1), local.unsqueeze(-1))
+    arrived = _exchange(torch.cat([_bytes(c) for c in columns], dim=1), sizes_in, sizes_out, group)
+    widths = [c.shape[1] * c.element_size() for c in columns]
+    rows, weight, local = (
+        # cloned, not made contiguous: an empty slice would keep its offset, which a wider dtype refuses
+        part.clone(memory_format=torch.contiguous_format).view(c.dtype)
+        for part, c in zip(torch.split(arrived, widths, dim=1), columns, strict=True)
     )
-    arrived = _exchange(parcels, sizes_in, sizes_out, group)
-    row_bytes = x.shape[1] * x.element_size()
-    rows = arrived[:, :row_bytes].contiguous().view(x.dtype)
-    weight = arrived[:, row_bytes : row_bytes + 4].contiguous().view(torch.float32).squeeze(-1)
-    local = arrived[:, row_bytes + 4 :].contiguous().view(torch.int64).squeeze(-1)
-    done = _bytes(experts(rows, weight, local))
+    done = _bytes(experts(rows, weight.squeeze(-1), local.squeeze(-1).long()))
     back = _exchange(done, sizes_out, sizes_in, group)
     return pairs, back.view(experts.out_dtype)
 
