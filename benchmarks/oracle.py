@@ -12,6 +12,7 @@ otherwise.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from glm_sglang.tiny_model import DTYPES, PRESETS, Shape
 from glm_sglang.tiny_model.checkpoint import write
 
 if TYPE_CHECKING:
-    from glm_sglang.oracle import Oracle
+    from glm_sglang.oracle import Verdict
 
 PAGE = 64
 # Largest difference to the oracle's input logprobs that rounding explains (issue 2, item 5).
@@ -152,9 +153,8 @@ def ask_all(asker: Asker, todo: Sequence[Case], seed: int) -> Iterator[tuple[Cas
             yield from zip(part, asker.ask(prompts, [case.cached for case in part]), strict=True)
 
 
-def compare(oracle: Oracle, case: Case, reply: Reply, seed: int, tie: float) -> dict[str, Any]:
+def compare(verdict: Verdict, case: Case, reply: Reply, tie: float) -> dict[str, Any]:
     """One case's result: its fields, the largest logprob difference, mismatches and ties, compared places."""
-    verdict = oracle.judge(prompt(case.length, seed), reply.tokens)
     differences = [
         abs(ours - theirs)
         for ours, theirs in zip(reply.logprobs, verdict.input_logprobs, strict=True)
@@ -193,7 +193,7 @@ def run_dtype(args: argparse.Namespace, dtype: str, folder: Path) -> list[dict[s
 
     torch.set_num_threads(args.threads)
     write(folder, shape_of(args), dtype)
-    oracle = Oracle(folder)
+    judge = functools.cache(Oracle(folder).judge)  # most cases of a length get the same answer
     rows = []
     for chunk in (WHOLE, PAGE):
         flags = [*serving_flags(args, dtype), "--chunked-prefill-size", str(chunk)]
@@ -204,7 +204,8 @@ def run_dtype(args: argparse.Namespace, dtype: str, folder: Path) -> list[dict[s
         ) as server:
             asker = Asker(server.url, args.tokens)
             for case, reply in ask_all(asker, list(cases(args.index_topk, chunk)), args.seed):
-                row = {"dtype": dtype, **compare(oracle, case, reply, args.seed, TIES[dtype])}
+                verdict = judge(tuple(prompt(case.length, args.seed)), tuple(reply.tokens))
+                row = {"dtype": dtype, **compare(verdict, case, reply, TIES[dtype])}
                 rows.append(row)
                 state = "ok" if passed(row) else "WRONG"
                 progress(

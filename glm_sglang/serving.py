@@ -31,11 +31,11 @@ _POLL_S = 0.1
 _TERM_S = 10.0  # from SIGTERM to SIGKILL
 _TAIL_LINES = 20
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Lines that explain nothing when a server dies: warnings from imports, progress bars, addresses that are
-# retried.
+_WIDTH = 240  # SGLang prints its whole configuration as one line
+# Lines that explain nothing to somebody who waits for a server, or whose server died.
 _NOISE = re.compile(
-    r"^\s*(warnings\.warn\b|import pynvml|[\^~\s|+\-]+)$|FutureWarning|UserWarning|DeprecationWarning"
-    r"|freeze_gc|it/s\]|s/it\]|^\s*$|Skipping import of cpp extensions|NVML|resource_tracker"
+    r"^[\^~\s|+\-]*$|warnings\.warn\(|(Future|User|Deprecation|Runtime)Warning|resource_tracker"
+    r"|it/s\]|s/it\]|\"GET /|freeze_gc|Ignore import error|Cannot detect CUDA|import pynvml|NVML"
 )
 # Waits for the end of its standard input, whose other end dies with us, then ends the group $1.
 _GUARD = 'read -r _; kill -TERM "$1"; sleep "$2"; kill -KILL "-$1"'
@@ -68,8 +68,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def readable(line: str) -> str:
-    """A log line without colour codes, or "" when it is noise."""
-    plain = _ANSI.sub("", line).rstrip()
+    """A log line without colour codes, cut to a readable width; "" when it is noise."""
+    plain = _ANSI.sub("", line).rstrip()[:_WIDTH]
     return "" if _NOISE.search(plain) else plain
 
 
@@ -167,7 +167,7 @@ class Process:
                 env=environment,
                 start_new_session=True,
             )
-        # Should this process die without a chance to clean up (SIGKILL, os._exit), the guard stops the server.
+        # Should this process die without cleaning up (SIGKILL, os._exit), the guard stops the server.
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "guard", str(self._process.pid), str(int(_TERM_S))],
             stdin=subprocess.PIPE,

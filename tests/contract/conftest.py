@@ -1,106 +1,12 @@
-"""Runs launchers as a user would, with a fault or a guard on PYTHONPATH, and sees what they leave behind."""
+"""Fixtures of the contract tests."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-FAULT_SITE = HERE / "fault_site"
-GUARD_SITE = HERE / "guard_site"
-RIVAL_SITE = HERE / "rival_site"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A launcher that ended: exit code, both streams, and the processes of its session that outlived it."""
-
-    code: int
-    out: str
-    err: str
-    left: list[int]
-
-    @property
-    def messages(self) -> list[str]:
-        """The fork's messages: from a line that starts with its name, with the indented lines below."""
-        found: list[str] = []
-        for line in self.err.splitlines():
-            if line.startswith("glm-sglang: ") and "filled in" not in line and " platform: " not in line:
-                found.append(line)
-            elif found and line.startswith("  ") and found[-1].count("\n") < 3:
-                found[-1] += "\n" + line
-        return found
-
-
-def session_members(session: int) -> list[int]:
-    """Live processes (zombies apart) of a session."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(entry))
-    return found
-
-
-def environment(*sites: Path, **more: str) -> dict[str, str]:
-    """This environment with fixture folders in front of the path, one thread a process, and no settings of the fork."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("GLM_SGLANG_", "SGLANG_"))}
-    path = [*map(str, sites), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **more}
-
-
-def fault(name: str, where: str = "everywhere", **more: str) -> dict[str, str]:
-    """An environment with one fault in it."""
-    return environment(FAULT_SITE, CONTRACT_FAULT=json.dumps({"fault": name, "where": where}), **more)
-
-
-def run(module: str, *argv: str, env: dict[str, str], timeout_s: float = 240.0, cwd: Path | None = None) -> Ended:
-    """Run `python -m module argv` in a session of its own until it ends by itself."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *argv],
-        env=env,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        out, err = process.communicate()
-        pytest.fail(f"{module} did not end within {timeout_s} s\n{err[-4000:]}")
-    left = session_members(process.pid)
-    for pid in left:
-        os.kill(pid, 9)
-    return Ended(process.returncode, out, err, left)
-
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(checkpoint: Callable[..., Path]) -> Path:
     """A tiny GLM-5.x checkpoint."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    done = run("glm_sglang.tiny_model", str(folder), "--dtype", "bf16", env=environment())
-    assert done.code == 0, done.err
-    return folder
-
-
-@pytest.fixture
-def config_only(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a folder that holds nothing but a config.json."""
-
-    def make(**config: object) -> Path:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return tmp_path
-
-    return make
+    return checkpoint("bf16")

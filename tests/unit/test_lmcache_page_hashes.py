@@ -1,4 +1,6 @@
-"""Page keys: equal prompts have equal keys everywhere, different ones don't; each key names all tokens before its end."""
+"""Page keys: equal prompts have equal keys everywhere, different ones don't; each key names all tokens
+before its end.
+"""
 
 from __future__ import annotations
 

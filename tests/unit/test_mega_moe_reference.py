@@ -213,11 +213,11 @@ def test_refusals_say_what_was_found() -> None:
         run(Tokens(batch.x[:, :256], batch.ids, batch.weights), weights, Arithmetic.SM90)
     with pytest.raises(ValueError, match=r"must both be \[4, K\]"):
         run(Tokens(batch.x, batch.ids[:2], batch.weights), weights, Arithmetic.SM90)
-    with pytest.raises(ValueError, match="bf16 rows"):
+    with pytest.raises(ValueError, match="SM90 arithmetic takes bf16"):
         run(Tokens(batch.x.float(), batch.ids, batch.weights), weights, Arithmetic.SM90)
     with pytest.raises(ValueError, match="requantise the checkpoint first"):
         run(batch, weights, Arithmetic.SM100)
-    with pytest.raises(ValueError, match="fp32 weight scales over 128"):
+    with pytest.raises(ValueError, match="uint8 over 32 columns; SM90 arithmetic takes fp32 over 128"):
         run(batch, requantized(weights), Arithmetic.SM90)
     with pytest.raises(ValueError, match="E4M3 weights need w13_scale"):
         ExpertWeights(weights.w13, weights.w2)

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 # Seconds between probes of a rank that is down: doubled from the first to the last.
 PROBE_FIRST, PROBE_LAST = 0.5, 10.0
 _PROBE = "glm-lookup-probe"
+_NEVER = -1  # as a zmq time-out
 _NOT_FOUND = -1  # UPSTREAM: LookupClientInterface.lookup_cache
 
 
@@ -324,10 +325,15 @@ class RepairedLookupClient:
 
         Sole user of the pull socket, which it closes.
         """
+        pause = _NEVER
         while self.running:
             try:
-                if self.pull_socket.poll(self._probe()):
-                    self._receive(self.pull_socket.recv())
+                if (due := self._probe()) != pause:
+                    pause = due
+                    self.pull_socket.setsockopt(zmq.RCVTIMEO, pause)
+                self._receive(self.pull_socket.recv())
+            except zmq.Again:
+                continue
             except Exception:
                 logger.exception("a lookup reply could not be read")
         self.pull_socket.close(linger=0)
@@ -350,11 +356,10 @@ class RepairedLookupClient:
         if late:
             self._send(reply.rank, encode(LookupCleanup(reply.lookup_id, reply.attempt)))
 
-    def _probe(self) -> int | None:
-        """Probes every rank whose time has come.
-
-        Returns milliseconds until the next probe, None with all ranks up.
-        """
+    def _probe(self) -> int:
+        """Probes every rank whose time has come. Returns milliseconds until the next one, _NEVER with all up."""
+        if not any(rank.down for rank in self._table.ranks.values()):
+            return _NEVER
         now = time.monotonic()
         with self._table.lock:
             down = [rank for rank in self._table.ranks.values() if rank.down]
@@ -367,7 +372,7 @@ class RepairedLookupClient:
             # at all.
             COUNTERS.add("rank_probes")
             self._send(rank.number, encode(LookupRequest(_PROBE, [], [])))
-        return int(1000 * (min(rank.probe_at for rank in down) - now)) + 1 if down else None
+        return int(1000 * (min(rank.probe_at for rank in down) - now)) + 1 if down else _NEVER
 
 
 MODULE = "lmcache.v1.lookup_client.lmcache_async_lookup_client"

@@ -1,5 +1,4 @@
-"""MegaMoE for FP8 GLM-5.x: exact references, weights for SM90 and SM100/SM103, chunk plan and buffer
-sizes."""
+"""MegaMoE for FP8 GLM-5.x: exact references, weights for SM90 and SM100/SM103, chunk plan, buffer sizes."""
 
 from glm_kernels.mega_moe.chunks import ChunkPlan, buffer_capacity, plan_chunks, plan_for_ranks
 from glm_kernels.mega_moe.experts import Arithmetic, ExpertWeights

@@ -12,8 +12,7 @@ from __future__ import annotations
 from glm_kernels.mega_moe.chunks import align, ceil_div
 
 SM90_TOKEN_ALIGNMENT = 128
-"""Capacity is a multiple of this. UPSTREAM: get_token_alignment_for_sm90_mega_moe (0.2.5; 1,920 in
-0.2.3.post2)."""
+"""Capacity is a multiple of this (1,920 in 0.2.3.post2). UPSTREAM: get_token_alignment_for_sm90_mega_moe."""
 
 _BLOCK_M = 128  # UPSTREAM: kSM90MaxCandidateBlockM and kSM90LCMBlockM
 _MIN_BLOCK_M = 8  # UPSTREAM: kMinCandidateBlockM, the workspace's block granularity
@@ -71,8 +70,7 @@ def sm90_buffer_bytes(
 
 
 def _workspace_bytes(ranks: int, experts: int, capacity: int, top_k: int, ring: int) -> int:
-    """Barriers, per-expert counts and flags (two banks), tile arrival counters, source indices and row
-    origins."""
+    """Barriers, per-expert counts and flags (two banks), tile counters, source indices, row origins."""
     local = experts // ranks
     pool = pool_rows(ranks, experts, capacity, top_k)
     pool_blocks, ring_blocks = pool // _MIN_BLOCK_M, ring // _MIN_BLOCK_M

@@ -9,8 +9,6 @@ import torch
 
 from glm_kernels.mega_moe import numerics
 
-_SLOT_BF16_LIMIT = "SM90 and SM100 arithmetic take bf16 rows, as their kernels do; use EXACT for other dtypes"
-
 
 class Arithmetic(enum.StrEnum):
     """Which rounding a reference follows.
@@ -74,9 +72,33 @@ class ExpertWeights:
         """Expert width, I."""
         return self.w2.shape[2]
 
+    def check(self, arithmetic: Arithmetic, rows: torch.dtype) -> None:
+        """Raises ValueError unless `arithmetic` is defined for these weights and for rows of this dtype."""
+        if arithmetic is Arithmetic.EXACT:
+            return
+        if rows != torch.bfloat16:
+            raise ValueError(
+                f"x is {rows}; {arithmetic.name} arithmetic takes bf16, as its kernel does: use EXACT"
+            )
+        for name, w, scale in (("w13", self.w13, self.w13_scale), ("w2", self.w2, self.w2_scale)):
+            if scale is None:
+                continue
+            if arithmetic is Arithmetic.SM100 and scale.dtype != torch.uint8:
+                raise ValueError(
+                    f"{name}_scale is {scale.dtype}; SM100 arithmetic takes UE8M0 exponents (uint8): "
+                    "requantise the checkpoint first (weights_sm100.requantize)"
+                )
+            over = w.shape[2] // scale.shape[2]
+            if arithmetic is Arithmetic.SM90 and (
+                scale.dtype != torch.float32 or over != numerics.SM90_GROUP
+            ):
+                raise ValueError(
+                    f"{name}_scale is {scale.dtype} over {over} columns; SM90 arithmetic takes fp32 over "
+                    f"{numerics.SM90_GROUP}"
+                )
+
     def dequantized(self) -> ExpertWeights:
-        """The same experts in fp32 (4 bytes a weight): worth keeping where the reference serves many
-        steps."""
+        """The same experts in fp32 (4 bytes a weight): keep them where the reference serves many steps."""
         if self.w13_scale is None or self.w2_scale is None:
             return ExpertWeights(self.w13.float(), self.w2.float())
         return ExpertWeights(
@@ -93,17 +115,11 @@ def _linear_exact(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None) 
 def _linear_sm90(
     codes: torch.Tensor, act_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """fp32 sums of E4M3 products over 128 of K, each promoted by (activation scale x weight scale). [M, K] ->
-    [M, N]."""
+    """[M, K] -> [M, N] fp32: sums over 128 of K, each promoted by its activation and weight scale."""
     if w_scale is None:
         return numerics.dequantize_groups(codes, act_scale) @ w.float().T
     group = numerics.SM90_GROUP
     rows_per_scale = w.shape[0] // w_scale.shape[0]
-    if w_scale.dtype != torch.float32 or w.shape[1] // w_scale.shape[1] != group:
-        raise ValueError(
-            f"SM90 arithmetic takes fp32 weight scales over {group} of K; found {w_scale.dtype} "
-            f"{tuple(w_scale.shape)} for weights {tuple(w.shape)}"
-        )
     wide, wide_w = numerics.widen(codes), numerics.widen(w)
     total = wide.new_zeros((codes.shape[0], w.shape[0]))
     for k in range(act_scale.shape[1]):
@@ -117,11 +133,6 @@ def _linear_sm100(
     codes: torch.Tensor, act_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor | None
 ) -> torch.Tensor:
     """Block-scaled product: power-of-two scales make both operands exact in fp32. [M, K] -> [M, N] fp32."""
-    if w_scale is not None and w_scale.dtype != torch.uint8:
-        raise ValueError(
-            f"SM100 arithmetic takes UE8M0 weight scales (uint8), found {w_scale.dtype}: requantise the "
-            "checkpoint first (weights_sm100.requantize)"
-        )
     return _linear_exact(numerics.dequantize_groups(codes, act_scale), w, w_scale)
 
 
@@ -153,8 +164,6 @@ def expert_rows(
     if arithmetic is Arithmetic.EXACT:
         gate, up = _linear_exact(x.float(), w13, s13).chunk(2, dim=-1)
         return _linear_exact(_swiglu(gate, up, activation_clamp) * scale, w2, s2)
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"rows are {x.dtype}: {_SLOT_BF16_LIMIT}")
     if arithmetic is Arithmetic.SM90:
         gate, up = _linear_sm90(*numerics.quantize_sm90(x), w13, s13).chunk(2, dim=-1)
         hidden = _swiglu(gate, up, activation_clamp) * scale

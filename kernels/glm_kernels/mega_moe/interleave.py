@@ -16,8 +16,7 @@ GRANULARITY = 8
 
 
 def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
-    """[2I, ...] as [gate; up] -> a new [2I, ...] with gate and up alternating every 8 rows. I % 8 == 0. Any
-    dtype."""
+    """[gate; up] of [2I, ...], I % 8 == 0, any dtype -> a new [2I, ...], alternating every 8 rows."""
     half = rows.shape[0] // 2
     if rows.shape[0] % (2 * GRANULARITY):
         raise ValueError(f"{rows.shape[0]} gate and up rows are no multiple of {2 * GRANULARITY}")

@@ -32,8 +32,7 @@ _E4M3_MAX_MANTISSA = 0x600000  # fraction bits of 1.75, the significand of 448
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """DeepGEMM's measure, 1 - 2<x, y> / (<x, x> + <y, y>), in float64: half the squared relative error when
-    that is small.
+    """DeepGEMM's measure, 1 - 2<x, y> / (<x, x> + <y, y>), in float64: half the squared relative error.
 
     Two tensors of zeros differ by 0; a NaN or infinity on either side gives NaN, which passes no bound.
     """
@@ -57,8 +56,7 @@ def _e4m3_table() -> torch.Tensor:
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """x as new fp32. E4M3 on a CPU goes through a table of its 256 values: a third of the time of torch's
-    cast."""
+    """x as new fp32. E4M3 on a CPU goes through a table of its 256 values: a third of torch's time."""
     if x.dtype != E4M3 or x.is_cuda:
         return x.to(torch.float32, copy=True)
     indices = x.contiguous().view(torch.uint8).flatten().int()
@@ -138,8 +136,7 @@ def dequantize_groups(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes [..., N, K] times scales [..., N / a, K / b] over blocks of a x b (fp32, or uint8 UE8M0
-    exponents), as fp32."""
+    """codes [..., N, K] times scales [..., N / a, K / b] over a x b (fp32, or uint8 UE8M0), as fp32."""
     rows, columns = codes.shape[-2:]
     row_blocks, column_blocks = scales.shape[-2:]
     if rows % row_blocks or columns % column_blocks:
@@ -151,8 +148,7 @@ def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 def quantize_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A checkpoint's FP8 form: codes [..., N, K] E4M3 and scales [..., N / 128, K / 128] fp32, scale = amax /
-    448 of a block."""
+    """A checkpoint's form of w [..., N, K]: E4M3 codes, fp32 scales [..., N / 128, K / 128] of amax / 448."""
     rows, columns = w.shape[-2:]
     if rows % WEIGHT_BLOCK or columns % WEIGHT_BLOCK:
         raise ValueError(

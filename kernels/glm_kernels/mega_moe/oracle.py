@@ -12,8 +12,7 @@ from glm_kernels.mega_moe.experts import Arithmetic, ExpertWeights
 
 
 def _e4m3_values() -> torch.Tensor:
-    """The 127 non-negative finite E4M3 values by the format's definition: 4 exponent bits of bias 7, 3
-    fraction bits."""
+    """The 127 finite E4M3 values from 0 up, by definition: 4 exponent bits of bias 7, 3 fraction bits."""
     subnormal = [fraction * 2.0**-9 for fraction in range(8)]
     normal = [
         (1 + fraction / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for fraction in range(8)

@@ -47,6 +47,7 @@ def mega_moe_reference(
     refuses. RuntimeError on CUDA with TF32 products, which would not be a reference.
     """
     _check_operands(x, topk_ids, topk_weights, weights)
+    weights.check(arithmetic, x.dtype)
     if group is not None and expert_offset is not None:
         raise ValueError(
             "give `group` or `expert_offset`, not both: over a group the ranks' order gives the offsets"
@@ -113,14 +114,11 @@ def _over_group(
     experts: _Experts,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sends each slot's row to the rank of its expert and brings the outputs home; three all-to-alls on every
-    rank."""
+    """Sends each slot's row to the rank of its expert and brings the outputs home: three all-to-alls."""
     per_rank, ranks = experts.weights.num_experts, dist.get_world_size(group)
     known = (slots >= MASKED) & (slots < per_rank * ranks)
     refusal = None if bool(known.all()) else _range_error(slots, 0, per_rank * ranks)
-    order = torch.argsort(
-        slots, stable=True
-    )  # by owner, then expert, then token: the order one rank would use
+    order = torch.argsort(slots, stable=True)  # by owner, expert, token: the order one rank would use
     pairs = order[slots[order] != MASKED]
     send = torch.bincount(slots[pairs].clamp(0, per_rank * ranks - 1) // per_rank, minlength=ranks)
     if refusal is not None:
@@ -157,16 +155,14 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 def _exchange(
     parcels: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Rows of `parcels` [sum(send), B] to their ranks; the rows meant for this one [sum(receive), B], by
-    source rank."""
+    """Sends the rows of `parcels` [sum(send), B]; returns this rank's [sum(receive), B], by source."""
     arrived = parcels.new_empty((sum(receive), parcels.shape[1]))
     dist.all_to_all_single(arrived, parcels, output_split_sizes=receive, input_split_sizes=send, group=group)
     return arrived
 
 
 def _local_ids(slots: torch.Tensor, experts: int, offset: int | None) -> torch.Tensor:
-    """Global ids as ids of this rank's experts; what is masked or (with an offset) lives elsewhere becomes
-    MASKED."""
+    """Global ids as ids of this rank's experts; MASKED where masked or, with an offset, owned elsewhere."""
     if offset is None:
         if bool(((slots < MASKED) | (slots >= experts)).any()):
             raise _range_error(slots, 0, experts)

@@ -28,16 +28,15 @@ class PartState(enum.Enum):
 
 @dataclass(frozen=True)
 class _Record:
+    """`moved`: the parts whose bytes the transform changed. Only they can tell one layout from the other."""
+
     after: tuple[int, ...]
-    moved: tuple[
-        bool, ...
-    ]  # parts whose bytes the transform changed: only they can tell one layout from the other
+    moved: tuple[bool, ...]
 
 
 @dataclass
 class TransformState:
-    """Fingerprints of one layer's transformed experts; empty before the first transform. One object a layer,
-    kept with it."""
+    """Fingerprints of one layer's transformed experts, kept with the layer; empty before the first."""
 
     records: dict[int, _Record] = field(default_factory=dict)
 
@@ -71,8 +70,7 @@ def fingerprints(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _fingerprint(part: torch.Tensor) -> torch.Tensor:
-    """Position-dependent mix of the part's bytes, summed modulo 2**64. 0-d int64. Extra memory: twice the
-    part's bytes."""
+    """Position-dependent mix of the part's bytes, summed modulo 2**64; 0-d int64. Takes their memory twice."""
     raw = part.contiguous().view(torch.uint8).flatten()
     if raw.numel() % 8:
         raw = torch.nn.functional.pad(raw, (0, 8 - raw.numel() % 8))

@@ -1,15 +1,18 @@
-"""FP8 checkpoints for the SM100 and SM103 kernel: power-of-two scales over 1 x 32, in the layout its tensor
-cores read.
+"""FP8 checkpoints for the SM100 and SM103 kernel: power-of-two scales over 1 x 32, in the layout it reads.
 
 The kernel multiplies E4M3 by E4M3 under UE8M0 scales (UPSTREAM: sm100_fp8_fp4_mega_moe_impl with
 weight_dtype_t = float_e4m3_t), while checkpoints carry fp32 scales over 128 x 128. So each block is
 dequantised and each 32 columns of each row get the smallest power of two that keeps them within 448. One
 exponent a row group costs nothing, since the layout has it anyway, and loses no more than one a block: both
-round normal values alike, and the smaller exponent leaves fewer subnormals. What is lost is one more E4M3
-rounding, unless a block's scale was a power of two already: then nothing is.
+round normal values alike, and the smaller exponent leaves fewer subnormals.
 
-No machine with this GPU is at hand: values and layout are proved on a CPU, the kernel is compiled; it was
-never run.
+What is lost is one more E4M3 rounding, unless a block's scale was a power of two already: then nothing is.
+Weights of a normal distribution lose 2.6 % rms (calc_diff 3.5e-4), 1/16 at most where E4M3 is normal; the
+output of a layer of them moves by a calc_diff of 1.1e-3, as much as the kernel's own rounding of
+activations.
+
+No machine with this GPU is at hand: values and layout are proved on a CPU, the kernel is compiled, never
+run.
 """
 
 from __future__ import annotations
@@ -42,8 +45,7 @@ class Sm100Operand:
 
 @dataclass(frozen=True)
 class Sm100Weights:
-    """What `fp8_fp4_mega_moe` takes as l1_weights and l2_weights. The caller owns it and keeps it as long as
-    graphs run."""
+    """l1_weights and l2_weights of `fp8_fp4_mega_moe`. The layer owns it as long as it may run."""
 
     l1: Sm100Operand
     l2: Sm100Operand
@@ -107,8 +109,7 @@ def unpack_scales(packed: torch.Tensor) -> torch.Tensor:
 
 
 def allocate(w13: torch.Tensor, w2: torch.Tensor) -> Sm100Weights:
-    """Views of the parameters for the codes, new memory for the scales: one byte per 32 weights, 3.1 % of the
-    experts."""
+    """Codes in the parameters' memory, scales in new memory: a byte per 32 weights, 3.1 % of the experts."""
     return Sm100Weights(_operand(w13), _operand(w2))
 
 

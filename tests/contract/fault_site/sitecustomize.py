@@ -30,8 +30,6 @@ def _declared_hook():
         "missing symbol": ("fault_upstream.gone", "around", "fault_changes:around", _CHANGED),
         "unrecorded symbol": ("fault_upstream.greet", "around", "fault_changes:around", "unrecorded"),
         "throwing hook": ("fault_upstream.greet", "around", "fault_changes_broken:around", None),
-        "hook that is not applied": ("fault_upstream.Greeter", "around", "fault_changes:around", None),
-        "stale copy": ("fault_upstream.greet_copied", "around", "fault_changes:around", None),
     }[_FAULT["fault"]]
     hook = Hook(target=target, kind=kind, function=function, why="a test", remove_when="the test ends", scope="installed")
     return hook, digest

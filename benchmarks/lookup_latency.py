@@ -1,0 +1,223 @@
+"""What does a cache lookup over all ranks cost the scheduler, and what does hashing the prompt cost once at
+its arrival?
+
+Every rank is a process with LMCache's async lookup server; its engine answers from memory, as a CPU tier
+does. The scheduler's process has LMCache's client, over LMCache's sockets, and measures from the lookup to
+its result. The keys are at hand in both modes. Upstream's own hashing (inside its lookup) is measured
+beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks import _lmcache_modes, _result
+
+PAGE = 64  # tokens in a page of the GPU's pool
+CHUNK = 256  # tokens in a chunk of LMCache
+LOOKUPS = {"unrepaired": 300, "repaired": 3000}
+WARM_UP = 50
+HASHINGS = 200
+
+
+def metadata(engine_id: str, rank: int, ranks: int) -> Any:
+    """What LMCache's lookup needs to know of a rank."""
+    return SimpleNamespace(
+        engine_id=engine_id,
+        kv_connector_extra_config=None,
+        world_size=ranks,
+        worker_id=rank,
+        use_mla=False,
+        model_name="glm",
+    )
+
+
+class MemoryEngine:
+    """A rank's engine with every chunk of the prompt in its CPU tier: counts the prefix and answers."""
+
+    def __init__(self, hashes: list[int]) -> None:
+        self.held = frozenset(hashes)
+        self.server: Any = None
+
+    def async_lookup_and_prefetch(
+        self, lookup_id: str, hashes: list[int], offsets: list[int], **_: Any
+    ) -> None:
+        present = len(hashes)
+        if not self.held.issuperset(hashes):
+            present = next(i for i, value in enumerate(hashes) if value not in self.held)
+        self.server.send_response_to_scheduler(lookup_id, sum(offsets[:present]))
+
+    def cleanup_memory_objs(self, lookup_id: str) -> None:
+        return
+
+
+def serve(engine_id: str, rank: int, ranks: int, hashes: list[int], ready: Any, done: Any) -> None:
+    """A rank's process: serves until told otherwise. Its threads block on their sockets."""
+    from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupServer
+
+    engine = MemoryEngine(hashes)
+    engine.server = LMCacheAsyncLookupServer(engine, metadata(engine_id, rank, ranks))
+    ready.release()
+    done.wait()
+    os._exit(0)
+
+
+class KeysAtHand:
+    """A token database that returns what was hashed before."""
+
+    def __init__(self, hashes: list[int]) -> None:
+        self.chunks = [(i * CHUNK, (i + 1) * CHUNK, value) for i, value in enumerate(hashes)]
+
+    def process_tokens(self, _tokens: Any, make_key: bool) -> list[tuple[int, int, int]]:
+        return self.chunks
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """p50, p99 and maximum in milliseconds."""
+    ordered = sorted(seconds)
+    return {
+        "min_ms": round(1000 * ordered[0], 4),
+        "p50_ms": round(1000 * statistics.median(ordered), 4),
+        "p90_ms": round(1000 * ordered[int(0.9 * (len(ordered) - 1))], 4),
+        "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 4),
+        "max_ms": round(1000 * ordered[-1], 4),
+    }
+
+
+def time_lookups(
+    client: Any, lookup: Callable[[str], int | None], count: int, expected: int
+) -> dict[str, Any]:
+    """As vLLM's scheduler asks: `lookup`, then `lookup_cache` until there is a result."""
+    seconds: list[float] = []
+    wrong = 0
+    for number in range(WARM_UP + count):
+        lookup_id = f"r{number}"
+        began = time.perf_counter()
+        client.lookup_cache(lookup_id)
+        found = lookup(lookup_id)
+        while found is None:
+            found = client.lookup_cache(lookup_id)
+        ended = time.perf_counter()
+        client.clear_lookup_status(lookup_id)
+        if number >= WARM_UP:
+            seconds.append(ended - began)
+            wrong += found != expected
+        time.sleep(0.001)  # the scheduler's step: every rank is asleep again when the next lookup comes
+    return percentiles(seconds) | {"lookups": count, "wrong": wrong}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One mode: lookups with the keys at hand, then with LMCache's own hashing inside."""
+    from glm_connectors.page_hashes import as_lmcache_hash, page_hashes, root
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.lookup_client import lmcache_async_lookup_client as upstream
+
+    prompt = prompt_of(args.tokens)
+    hashes = [as_lmcache_hash(digest) for digest in page_hashes(prompt, CHUNK, root())]
+    context = multiprocessing.get_context("fork")  # before this process has threads or sockets
+    engine_id = uuid.uuid4().hex
+    ready, done = context.Semaphore(0), context.Event()
+    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, lookup_timeout_ms=10_000)
+    known = config_free_hashes(config, prompt.tolist())
+    ranks = [
+        context.Process(
+            target=serve, args=(engine_id, rank, args.ranks, hashes + known, ready, done), daemon=True
+        )
+        for rank in range(args.ranks)
+    ]
+    for process in ranks:
+        process.start()
+    for _ in ranks:
+        ready.acquire()
+    client = upstream.LMCacheAsyncLookupClient(config, metadata(engine_id, 0, args.ranks))
+    hashing_database = client.token_database
+    expected = CHUNK * len(hashes)
+    count = LOOKUPS[args.mode]
+    print(f"  {count} lookups over {args.ranks} rank processes", file=sys.stderr, flush=True)
+    if args.mode == "repaired":
+        offsets = [CHUNK] * len(hashes)
+        figures = time_lookups(
+            client, lambda name: client.lookup_hashes(hashes, offsets, name), count, expected
+        )
+    else:
+        client.token_database = KeysAtHand(hashes)
+        figures = time_lookups(client, lambda name: client.lookup(prompt, name), count, expected)
+    client.token_database = hashing_database
+    ids = prompt.tolist()
+    figures["hashing_inside"] = time_lookups(client, lambda name: client.lookup(ids, name), 300, expected)
+    done.set()
+    for process in ranks:
+        process.join(5)
+    return figures
+
+
+def config_free_hashes(config: Any, tokens: list[int]) -> list[int]:
+    """The chunk hashes that LMCache's own token database makes in this process and its forks."""
+    from lmcache.v1.token_database import ChunkedTokenDatabase
+
+    database = ChunkedTokenDatabase(config, metadata("", 0, 1))
+    return [value for _, _, value in database.process_tokens(tokens, make_key=False)]
+
+
+def prompt_of(tokens: int) -> Any:
+    """A prompt of random token ids, uint32."""
+    return np.random.default_rng(0).integers(0, 150_000, tokens, dtype=np.uint32)
+
+
+def time_hashing(tokens: int) -> dict[str, Any]:
+    """Milliseconds to hash a prompt into page keys: from an array of ids, and from a list of Python
+    integers.
+    """
+    from glm_connectors.page_hashes import as_tokens, page_hashes, root
+
+    prompt = prompt_of(tokens)
+    ids: list[int] = prompt.tolist()
+    chain = root(b"weights", b"")
+
+    def median(work: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(HASHINGS):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        return round(1000 * statistics.median(seconds), 3)
+
+    return {
+        "hash_ms": median(lambda: page_hashes(prompt, PAGE, chain)),
+        "hash_from_list_ms": median(lambda: page_hashes(as_tokens(ids), PAGE, chain)),
+        "hash_chunks_ms": median(lambda: page_hashes(prompt, CHUNK, chain)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=131_072)
+    _lmcache_modes.add_arguments(parser)
+    _result.add_arguments(parser)
+    args = parser.parse_args()
+    figures = _lmcache_modes.each("lookup_latency", measure, args)
+    result = {
+        "ranks": args.ranks,
+        "tokens": args.tokens,
+        "page_tokens": PAGE,
+        "chunk_tokens": CHUNK,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    result |= figures.pop("repaired") | time_hashing(args.tokens) | figures
+    _result.finish("lookup_latency", result, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""How fast is a MoE layer of GLM-5.x: MegaMoE, all-gather + grouped FP8 GEMM + reduce-scatter, stock SGLang?
+
+`torchrun --nproc-per-node 2 -m benchmarks.moe_layer --json` on one host with SM90 GPUs. All arms see the same
+weights and tokens in one run, each captured as a CUDA graph, so that host launches don't count; a time is the
+slowest rank's, and the figure is the median of `--repeat` replays. `--dry-run` prints the plan (calls,
+buffers, FLOPs, bytes on the wire) and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from glm_kernels.mega_moe.buffer import SM90_TOKEN_ALIGNMENT, sm90_buffer_bytes
+from glm_kernels.mega_moe.chunks import align, plan_chunks
+from glm_kernels.mega_moe.limits import Arch, check_shape
+
+from benchmarks import _result
+
+if TYPE_CHECKING:
+    import torch
+    from glm_kernels.mega_moe import ExpertWeights
+
+    from benchmarks._moe_arms import Arm, Batch
+
+TOKENS = (64, 512, 1024, 1920, 2048, 4096, 8192, 16384)
+HEADLINE = 8192
+ROUTINGS = ("random", "skewed", "one_rank")
+CHECKED_TOKENS = 256  # of each rank, against the reference
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One MoE layer as the whole EP group sees it."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    ranks: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every option with its default: GLM-5.x with 32 experts a rank."""
+    p = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__)
+    p.add_argument("--tokens", type=_integers, default=TOKENS, help="tokens a rank, comma-separated")
+    p.add_argument("--hidden", type=int, default=6144)
+    p.add_argument("--intermediate", type=int, default=2048)
+    p.add_argument("--experts-per-rank", type=int, default=32)
+    p.add_argument("--top-k", type=int, default=8)
+    p.add_argument("--routing", choices=ROUTINGS, default="random")
+    p.add_argument("--uneven", action="store_true", help="rank r has 1 / (r + 1) of the tokens")
+    p.add_argument(
+        "--capacity", type=_integers, default=(), help="also MegaMoE in calls of these many tokens at most"
+    )
+    p.add_argument("--repeat", type=int, default=30, help="timed replays")
+    p.add_argument(
+        "--soak", type=int, default=0, help="also this many MegaMoE calls with changing token counts"
+    )
+    p.add_argument("--ranks", type=int, default=2, help="EP size of a dry run; torchrun sets it otherwise")
+    p.add_argument("--dry-run", action="store_true", help="print the plan, without a GPU")
+    _result.add_arguments(p)
+    return p
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"token counts must be positive, found {text}")
+    return values
+
+
+def plan(layer: Layer, tokens: int, capacities: tuple[int, ...]) -> dict[str, Any]:
+    """What one size means before anything runs: work, wire bytes under even routing, calls and buffers."""
+    pairs = tokens * layer.top_k
+    remote = pairs * (layer.ranks - 1) / layer.ranks
+    result: dict[str, Any] = {
+        "tokens": tokens,
+        "tflop_a_rank": 6 * pairs * layer.hidden * layer.intermediate / 1e12,
+        "weight_bytes_a_rank": 3 * layer.hidden * layer.intermediate * layer.experts // layer.ranks,
+        "wire_bytes_a_rank": {
+            # E4M3 row + fp32 scales out, bf16 row back, for every pair whose expert lives elsewhere
+            "megamoe": int(remote * (layer.hidden + layer.hidden // 32 + 2 * layer.hidden)),
+            # every row to every other rank, and a bf16 partial sum of every row back
+            "gathered": int(
+                tokens * (layer.ranks - 1) * (layer.hidden + layer.hidden // 32 + 2 * layer.hidden)
+            ),
+        },
+        "megamoe": [],
+    }
+    for capacity in (tokens, *(c for c in capacities if c < tokens)):
+        chunks = plan_chunks(tokens, capacity)
+        allocated = align(min(capacity, tokens), SM90_TOKEN_ALIGNMENT)
+        size = sm90_buffer_bytes(
+            ranks=layer.ranks,
+            experts=layer.experts,
+            capacity=allocated,
+            top_k=layer.top_k,
+            hidden=layer.hidden,
+            intermediate=layer.intermediate,
+        )
+        result["megamoe"].append(
+            {
+                "calls": chunks.count,
+                "tokens_a_call": chunks.bound,
+                "capacity": allocated,
+                "buffer_bytes": size,
+            }
+        )
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs, and on rank 0 prints the result; 2 for a machine or a shape that cannot answer the question."""
+    args = parser().parse_args(argv)
+    ranks = args.ranks if args.dry_run else int(os.environ.get("WORLD_SIZE", "1"))
+    layer = Layer(args.hidden, args.intermediate, args.experts_per_rank * ranks, args.top_k, ranks)
+    try:
+        check_shape(Arch.SM90, **asdict(layer))
+    except ValueError as refusal:
+        print(f"moe_layer: {refusal}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        plans = [plan(layer, tokens, args.capacity) for tokens in args.tokens]
+        _result.finish("moe_layer", {"dry_run": True, "layer": asdict(layer), "plan": plans}, args)
+        return 0
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print(
+            "moe_layer: needs SM90 GPUs under torchrun; --dry-run prints the plan without one",
+            file=sys.stderr,
+        )
+        return 2
+    result = measure(layer, args)
+    if result is not None:
+        _result.finish("moe_layer", result, args)
+    return 0
+
+
+# --- from here on there is a GPU ---
+
+
+def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Times every size; the result on rank 0, None elsewhere."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # the kernel uses peer pointers only
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks import _moe_arms
+
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", rank=rank, world_size=layer.ranks, device_id=device)
+    weights = _weights(layer, rank)
+    clock = Clock(args.repeat)
+    peak = _moe_arms.fp8_peak_tflops(clock.graph)
+    sizes = []
+    for tokens in args.tokens:
+        _say(rank, f"{tokens} tokens a rank")
+        sizes.append(_measure_size(layer, weights, tokens, args, clock, peak))
+        _say(rank, "  " + "  ".join(f"{name} {arm['ms']:.3f} ms" for name, arm in sizes[-1]["arms"].items()))
+        torch.cuda.empty_cache()
+    result = {
+        "layer": asdict(layer),
+        "routing": args.routing,
+        "uneven": args.uneven,
+        "fp8_peak_tflops": round(peak, 1),
+        "sizes": sizes,
+        "unavailable": _moe_arms.unavailable(),
+        **headline(sizes),
+    }
+    if args.soak:
+        result["soak"] = _soak(layer, weights, max(args.tokens), args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result if rank == 0 else None
+
+
+def headline(sizes: list[dict[str, Any]]) -> dict[str, Any]:
+    """MegaMoE over the gathered path: `speedup` at 8,192 tokens (null if not measured), and the least."""
+    by_tokens = {size["tokens"]: size["speedup"] for size in sizes}
+    return {
+        "speedup": by_tokens.get(HEADLINE),
+        "min_speedup": min(by_tokens.values(), default=None),
+        "largest_diff": max(
+            (arm["calc_diff"] for size in sizes for arm in size["arms"].values()), default=None
+        ),
+    }
+
+
+class Clock:
+    """Milliseconds of a step: captured once, replayed, the slowest rank's each time, their median."""
+
+    def __init__(self, repeat: int) -> None:
+        self.repeat = repeat
+
+    def graph(self, step: Callable[[], None]) -> float:
+        """Median of replays of `step` as a CUDA graph. The first calls, which compile, are not part of it."""
+        import torch
+        import torch.distributed as dist
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        times = torch.empty(self.repeat, device="cuda")
+        for i in range(-3, self.repeat):
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(400_000)  # lets every rank's replay queue before any starts
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 0:
+                times[i] = begin.elapsed_time(end)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return float(statistics.median(times.tolist()))
+
+
+def _measure_size(
+    layer: Layer, weights: ExpertWeights, tokens: int, args: argparse.Namespace, clock: Clock, peak: float
+) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from benchmarks import _moe_arms
+
+    group = dist.group.WORLD
+    assert group is not None
+    batch = _batch(layer, tokens, args)
+    truth = _reference(batch, weights, group)
+    facts = plan(layer, tokens, args.capacity)
+    arms: dict[str, dict[str, Any]] = {}
+    builders: dict[str, Callable[[], Arm]] = {
+        "megamoe": partial(_moe_arms.megamoe, batch, weights, layer, tokens, tokens, group),
+        "gathered": partial(_moe_arms.gathered, batch, weights, layer, group),
+        "stock": partial(_moe_arms.stock, batch, weights, layer, group),
+    }
+    for capacity in args.capacity:
+        if capacity < tokens:
+            chunked = partial(_moe_arms.megamoe, batch, weights, layer, capacity, tokens, group)
+            builders[f"megamoe_{capacity}"] = chunked
+    for name, build in builders.items():
+        arms[name] = _measure_arm(build(), batch, truth, facts["tflop_a_rank"], clock, peak)
+    gemms = arms["gathered"]["parts_ms"]["gemms"]
+    for arm in arms.values():
+        arm["exposed_ms"] = round(arm["ms"] - gemms, 4)
+        arm["exposed_share"] = round(max(arm["ms"] - gemms, 0.0) / arm["ms"], 4)
+    best = min(arm["ms"] for name, arm in arms.items() if name.startswith("megamoe"))
+    return {
+        **facts,
+        "arms": arms,
+        "gemms_ms": gemms,
+        "speedup": round(arms["gathered"]["ms"] / arms["megamoe"]["ms"], 4),
+        "speedup_best_chunking": round(arms["gathered"]["ms"] / best, 4),
+        "speedup_over_stock": round(arms["stock"]["ms"] / arms["megamoe"]["ms"], 4),
+    }
+
+
+def _measure_arm(
+    arm: Arm, batch: Batch, truth: torch.Tensor, tflop: float, clock: Clock, peak: float
+) -> dict[str, Any]:
+    """One arm's time, rate, parts and difference to the reference (the worst rank's, on its first tokens)."""
+    import torch
+    import torch.distributed as dist
+    from glm_kernels.mega_moe import calc_diff
+
+    ms = clock.graph(arm.run)
+    diff = torch.tensor([calc_diff(arm.out[: len(truth)], truth)], device="cuda")
+    dist.all_reduce(diff, op=dist.ReduceOp.MAX)
+    rate = tflop / ms * 1e3
+    return {
+        "ms": round(ms, 4),
+        "tflops_a_rank": round(rate, 1),
+        "share_of_fp8_peak": round(rate / peak, 4),
+        "calc_diff": float(diff),
+        "parts_ms": {name: round(clock.graph(part), 4) for name, part in arm.parts.items()},
+        **arm.facts,
+    }
+
+
+def _weights(layer: Layer, rank: int) -> ExpertWeights:
+    """This rank's experts, drawn expert by expert: fp32 copies of all would not fit beside the arms."""
+    import torch
+    from glm_kernels.mega_moe import ExpertWeights, numerics
+
+    torch.manual_seed(7 + rank)
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    for _ in range(layer.experts // layer.ranks):
+        w13 = torch.randn(2 * layer.intermediate, layer.hidden, device="cuda") * layer.hidden**-0.5
+        w2 = torch.randn(layer.hidden, layer.intermediate, device="cuda") * 2 * layer.intermediate**-0.5
+        for i, tensor in enumerate((*numerics.quantize_blocks(w13), *numerics.quantize_blocks(w2))):
+            parts[i].append(tensor)
+    codes13, scale13, codes2, scale2 = (torch.stack(part) for part in parts)
+    return ExpertWeights(codes13, codes2, scale13, scale2)
+
+
+def _batch(layer: Layer, tokens: int, args: argparse.Namespace) -> Batch:
+    """This rank's tokens under the named routing; the rows past its own count are masked."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks._moe_arms import Batch
+
+    rank = dist.get_rank()
+    torch.manual_seed(1000 + rank)
+    score = torch.rand(tokens, layer.experts, device="cuda")
+    if args.routing == "skewed":
+        score = score * torch.logspace(0, -1, layer.experts, device="cuda")
+    elif args.routing == "one_rank":
+        score[:, layer.experts // layer.ranks :] = -1.0
+    ids = score.topk(layer.top_k, dim=-1).indices.int()
+    weights = torch.rand(tokens, layer.top_k, device="cuda") + 0.1
+    count = tokens // (rank + 1) if args.uneven else tokens
+    ids[count:] = -1
+    x = torch.randn(tokens, layer.hidden, device="cuda").bfloat16()
+    return Batch(x, ids.contiguous(), weights / weights.sum(-1, keepdim=True), count)
+
+
+def _reference(batch: Batch, weights: ExpertWeights, group: Any) -> torch.Tensor:
+    from glm_kernels.mega_moe import Arithmetic, mega_moe_reference
+
+    from benchmarks._moe_arms import ROUTED_SCALING
+
+    rows = slice(0, min(batch.count, CHECKED_TOKENS))
+    return mega_moe_reference(
+        batch.x[rows],
+        batch.ids[rows],
+        batch.weights[rows],
+        weights,
+        arithmetic=Arithmetic.SM90,
+        routed_scaling_factor=ROUTED_SCALING,
+        group=group,
+    )
+
+
+def _soak(layer: Layer, weights: ExpertWeights, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """`--soak` eager calls whose token counts change every time and differ between ranks, zero included."""
+    import dataclasses
+
+    import torch
+    import torch.distributed as dist
+    from glm_kernels.mega_moe import calc_diff
+
+    from benchmarks import _moe_arms
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    full = _batch(layer, tokens, args)
+    counts = torch.randint(
+        0, tokens + 1, (args.soak, layer.ranks), generator=torch.Generator().manual_seed(5)
+    )
+    counts[::7, 0], counts[::11, -1] = 0, 0
+    largest = 0.0
+    holder = dataclasses.replace(full, count=0)
+    arm = _moe_arms.megamoe(holder, weights, layer, tokens, tokens, group)
+    for i in range(args.soak):
+        holder.count = int(counts[i, rank])
+        arm.run()
+        if i % 100 == 0:
+            truth = _reference(holder, weights, group)
+            largest = max(largest, calc_diff(arm.out[: len(truth)], truth))
+    torch.cuda.synchronize()
+    worst = torch.tensor([largest], device="cuda")
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return {"calls": args.soak, "largest_diff": float(worst)}
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
