@@ -16,7 +16,8 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,12 +52,12 @@ class MemoryEngine:
         self.server: Any = None
 
     def async_lookup_and_prefetch(
-        self, lookup_id: str, hashes: list[int], offsets: list[int], **_: Any
+        self, lookup_id: str, hashes: Sequence[int], offsets: Sequence[int], **_: Any
     ) -> None:
         present = len(hashes)
         if not self.held.issuperset(hashes):
             present = next(i for i, value in enumerate(hashes) if value not in self.held)
-        self.server.send_response_to_scheduler(lookup_id, sum(offsets[:present]))
+        self.server.send_response_to_scheduler(lookup_id, CHUNK * present)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
         return
@@ -146,9 +147,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     count = LOOKUPS[args.mode]
     print(f"  {count} lookups over {args.ranks} rank processes", file=sys.stderr, flush=True)
     if args.mode == "repaired":
-        offsets = [CHUNK] * len(hashes)
+        keys, offsets = array("Q", hashes), [CHUNK] * len(hashes)
         figures = time_lookups(
-            client, lambda name: client.lookup_hashes(hashes, offsets, name), count, expected
+            client, lambda name: client.lookup_hashes(keys, offsets, name), count, expected
         )
     else:
         client.token_database = KeysAtHand(hashes)

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +30,10 @@ _FOLDER = "glm-sglang-run-"  # then the launcher's process id
 # A write of at most PIPE_BUF bytes is atomic, so messages of several ranks do not mix.
 _LONGEST = 4096
 _REAP_S = 30.0
+_PATIENCE_S = 10.0
+_SIGNAL = signal.SIGUSR2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_process(error: BaseException) -> NoReturn:
@@ -40,7 +45,10 @@ def end_process(error: BaseException) -> NoReturn:
     if multiprocessing.parent_process() is None:
         raise SystemExit(message)
     owner = scope.launcher()
-    if owner is None or not _tell(owner, message):
+    if owner is not None and _tell(owner, message):
+        # Wait to be killed with all that this process has started; had it ended, they would not be found.
+        time.sleep(_REAP_S)
+    else:
         print(message, file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(os.getppid(), signal.SIGQUIT)
@@ -56,13 +64,15 @@ def _tell(owner: scope.Launcher, message: str) -> bool:
     except OSError:
         return False
     with os.fdopen(pipe, "wb", buffering=0) as out:
-        return bool(out.write(message.encode(errors="replace")[: _LONGEST - 1] + b"\n"))
+        return bool(out.write(message.encode(errors="replace")[: _LONGEST - 1] + b"\0"))
 
 
 class Listener:
     """The launcher's end: owns the run folder and the thread that waits for a child's message.
 
-    The folder is removed by `close()`, or by the thread before it ends the process.
+    To be made in the main thread, which is the one that starts processes: that thread itself, interrupted by a
+    signal, kills them, so none is started behind its back. The folder is removed by `close()`, or before the
+    process ends.
     """
 
     def __init__(self) -> None:
@@ -71,17 +81,27 @@ class Listener:
         os.mkfifo(self.folder / _PIPE, 0o600)
         # Open for writing as well: then a read waits for the first message instead of seeing the end of file.
         self._pipe = os.open(self.folder / _PIPE, os.O_RDWR)
+        self._message = ""
+        self._main = threading.get_ident()
+        self._before = signal.signal(_SIGNAL, lambda *_: self._end())
         self._thread = threading.Thread(target=self._wait, name="glm-sglang-failures", daemon=True)
         self._thread.start()
 
     def _wait(self) -> None:
         try:
-            message = os.read(self._pipe, _LONGEST)
+            received = os.read(self._pipe, _LONGEST)
         except OSError:  # closed
             return
-        if not message.strip():
+        if not received.strip():
             return
-        print(message.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
+        self._message = received.decode(errors="replace").partition("\0")[0].rstrip("\n")
+        signal.pthread_kill(self._main, _SIGNAL)
+        time.sleep(_PATIENCE_S)  # the main thread may be deep in native code
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """Say why, kill everybody, go."""
+        print(self._message, file=sys.stderr, flush=True)
         kill_children()
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(1)
@@ -92,6 +112,7 @@ class Listener:
             os.write(self._pipe, b"\n")
         self._thread.join(timeout=1.0)
         os.close(self._pipe)
+        signal.signal(_SIGNAL, self._before)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -105,17 +126,24 @@ def _remove_stale_folders() -> None:
 
 
 def kill_children() -> None:
-    """Kill every process below this one and wait until they are gone."""
+    """Kill every process below this one, wait until they are gone, and whoever they started meanwhile as well."""
     import psutil  # type: ignore[import-untyped]
 
-    for _ in range(3):  # a process may start another while we look
-        children = psutil.Process().children(recursive=True)
-        if not children:
-            return
+    # From here on an orphan becomes our child instead of init's, so a process started during the kill is found.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    deadline = time.monotonic() + _REAP_S
+    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=_REAP_S)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def die_with_parent() -> None:
@@ -124,11 +152,8 @@ def die_with_parent() -> None:
     UPSTREAM: run_scheduler_process asks for the same, but only after plugins are loaded.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
+    if parent is None:
         return
-    import ctypes
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not parent.is_alive():  # it ended before the line above
         os._exit(1)

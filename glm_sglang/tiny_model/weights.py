@@ -227,11 +227,15 @@ class Weights:
         for pair in BAND:
             wq[:, 2 * pair, :facts] = INDEX_NEAR / facts
             k_bias[2 * pair] = INDEX_NEAR
+        # The last heads like dull tokens, wherever they are: without relu they would weaken the others.
+        dull = slice(INDEX_N_HEADS * 3 // 4, None)
+        wq[dull, rope : rope + STRUCTURED] *= np.float32(-0.5)
+        wq[dull, :rope] = 0
         out[prefix + "wq_b.weight"] = wq.reshape(-1, rank)
         out[prefix + "wk.weight"] = wk
         out[prefix + "k_norm.weight"] = k_weight
         out[prefix + "k_norm.bias"] = k_bias
-        weights = self._reading(prefix + "weights_proj", INDEX_N_HEADS, 0.3)
+        weights = self._reading(prefix + "weights_proj", INDEX_N_HEADS, 0.5)
         weights[:, self.constant] = 1 / CONSTANT
         out[prefix + "weights_proj.weight"] = weights
 

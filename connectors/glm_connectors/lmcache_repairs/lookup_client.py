@@ -32,9 +32,9 @@ from glm_connectors.lmcache_repairs.grafting import replace
 from glm_connectors.lmcache_repairs.lookup_wire import (
     LookupCleanup,
     LookupReply,
-    LookupRequest,
     decode_to_scheduler,
     encode,
+    request,
 )
 
 logger = logging.getLogger(__name__)
@@ -228,22 +228,23 @@ class RepairedLookupClient:
 
     def lookup_hashes(
         self,
-        hashes: list[int],
-        offsets: list[int],
+        hashes: Sequence[int],
+        offsets: Sequence[int],
         lookup_id: str,
         request_configs: dict[str, str] | None = None,
     ) -> int | None:
         """`lookup` with the chunk hashes at hand.
 
-        hashes: unsigned 64 bit, one a chunk; offsets: tokens in each.
+        hashes: 64 bits each, one a chunk; an array("Q") is sent without being read. offsets: tokens in each
+        chunk.
         """
         table = self._table
         with table.lock:
             lookup = table.open(lookup_id, time.monotonic())
             if lookup.state is State.MISS:
                 return 0
-        request = encode(LookupRequest(lookup_id, hashes, offsets, request_configs, lookup.attempt))
-        unsent = [rank for rank in table.ranks.values() if not self._send(rank.number, request)]
+        message = encode(request(lookup_id, hashes, offsets, request_configs, lookup.attempt))
+        unsent = [rank for rank in table.ranks.values() if not self._send(rank.number, message)]
         if unsent:
             with table.lock:
                 for rank in unsent:
@@ -357,7 +358,7 @@ class RepairedLookupClient:
             self._send(reply.rank, encode(LookupCleanup(reply.lookup_id, reply.attempt)))
 
     def _probe(self) -> int:
-        """Probes every rank whose time has come. Returns milliseconds until the next one, _NEVER with all up."""
+        """Probes every rank whose time has come; milliseconds until the next one, _NEVER with all up."""
         if not any(rank.down for rank in self._table.ranks.values()):
             return _NEVER
         now = time.monotonic()
@@ -371,7 +372,7 @@ class RepairedLookupClient:
             # No chunks: the rank's tiers are asked for nothing, which they answer with a miss if they answer
             # at all.
             COUNTERS.add("rank_probes")
-            self._send(rank.number, encode(LookupRequest(_PROBE, [], [])))
+            self._send(rank.number, encode(request(_PROBE, [], [], None, 0)))
         return int(1000 * (min(rank.probe_at for rank in down) - now)) + 1 if down else _NEVER
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ from glm_connectors.lmcache_repairs.lookup_wire import (
     LookupRequest,
     decode_to_rank,
     encode,
+    hashes_of,
+    offsets_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class _Asked:
     """What an id is at. hashes: those being loaded."""
 
     attempt: int
-    hashes: list[int]
+    hashes: Sequence[int]
     answered: bool = False
 
 
@@ -96,16 +99,17 @@ class RepairedLookupServer:
             if not stale:
                 self.lmcache_engine.cleanup_memory_objs(lookup_id)
             return
+        hashes = hashes_of(message)
         with self._lock:
             asked = self._asked.get(lookup_id)
             if asked is not None and not asked.answered:
                 loading = asked.hashes
-                if message.hashes[: len(loading)] == loading:
+                if hashes[: len(loading)] == loading:
                     asked.attempt = message.attempt  # its load answers this one
                 else:
                     self._reply(lookup_id, 0, message.attempt)
                 return
-            self._asked[lookup_id] = _Asked(message.attempt, message.hashes)
+            self._asked[lookup_id] = _Asked(message.attempt, hashes)
             self._asked.move_to_end(lookup_id)
             while len(self._asked) > _REMEMBERED and next(iter(self._asked.values())).answered:
                 self._asked.popitem(last=False)
@@ -115,8 +119,8 @@ class RepairedLookupServer:
         try:
             self.lmcache_engine.async_lookup_and_prefetch(
                 lookup_id=lookup_id,
-                hashes=message.hashes,
-                offsets=message.offsets,
+                hashes=hashes,
+                offsets=offsets_of(message),
                 pin=True,
                 request_configs=message.request_configs,
             )

@@ -70,7 +70,7 @@ def fingerprints(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _fingerprint(part: torch.Tensor) -> torch.Tensor:
-    """Position-dependent mix of the part's bytes, summed modulo 2**64; 0-d int64. Takes their memory twice."""
+    """Position-dependent mix of the part's bytes, summed modulo 2**64; 0-d int64. Takes twice its memory."""
     raw = part.contiguous().view(torch.uint8).flatten()
     if raw.numel() % 8:
         raw = torch.nn.functional.pad(raw, (0, 8 - raw.numel() % 8))

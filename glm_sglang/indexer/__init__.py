@@ -1,0 +1,1 @@
+"""The DSA indexer on a GPU: SGLang's own, over the DeepGEMM that this fork installs."""
