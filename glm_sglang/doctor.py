@@ -34,7 +34,12 @@ def examine(quick: bool, progress: Callable[[str], None]) -> tuple[str, list[Fin
         ("ports", machine.ports),
     ]
     if not quick:
-        checks += [("NIXL", software.nixl), ("Valkey", software.valkey), ("hooks", software.hooks)]
+        checks += [
+            ("CUDA compiler", lambda: software.compiler(name)),
+            ("NIXL", software.nixl),
+            ("Valkey", software.valkey),
+            ("hooks", software.hooks),
+        ]
     findings: list[Finding] = []
     for subject, check in checks:
         progress(subject)

@@ -70,9 +70,9 @@ def _tell(owner: scope.Launcher, message: str) -> bool:
 class Listener:
     """The launcher's end: owns the run folder and the thread that waits for a child's message.
 
-    To be made in the main thread, which is the one that starts processes: that thread itself, interrupted by a
-    signal, kills them, so none is started behind its back. The folder is removed by `close()`, or before the
-    process ends.
+    To be made in the main thread, which is the one that starts processes: that thread itself, interrupted by
+    a signal, kills them, so none is started behind its back. The folder is removed by `close()`, or before
+    the process ends.
     """
 
     def __init__(self) -> None:
@@ -82,6 +82,7 @@ class Listener:
         # Open for writing as well: then a read waits for the first message instead of seeing the end of file.
         self._pipe = os.open(self.folder / _PIPE, os.O_RDWR)
         self._message = ""
+        self._ending = threading.Lock()
         self._main = threading.get_ident()
         self._before = signal.signal(_SIGNAL, lambda *_: self._end())
         self._thread = threading.Thread(target=self._wait, name="glm-sglang-failures", daemon=True)
@@ -100,10 +101,13 @@ class Listener:
         self._end()
 
     def _end(self) -> NoReturn:
-        """Say why, kill everybody, go."""
-        print(self._message, file=sys.stderr, flush=True)
-        kill_children()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Say why, kill everybody, go. Whichever thread comes first does it; the other waits for the end."""
+        if self._ending.acquire(blocking=False):
+            print(self._message, file=sys.stderr, flush=True)
+            kill_children()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            time.sleep(_REAP_S)
         os._exit(1)
 
     def close(self) -> None:
@@ -126,10 +130,13 @@ def _remove_stale_folders() -> None:
 
 
 def kill_children() -> None:
-    """Kill every process below this one, wait until they are gone, and whoever they started meanwhile as well."""
+    """Kill every process below this one, wait until they are gone, and whoever they started meanwhile as
+    well.
+    """
     import psutil  # type: ignore[import-untyped]
 
-    # From here on an orphan becomes our child instead of init's, so a process started during the kill is found.
+    # From here on an orphan becomes our child instead of init's, so a process started during the kill is
+    # found.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     deadline = time.monotonic() + _REAP_S
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:

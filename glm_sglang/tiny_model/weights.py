@@ -1,19 +1,15 @@
-"""The tensors: random, but so built that rounding leaves every discrete choice as it is, and an error does
-not.
+"""The tensors: random, but so built that rounding leaves every discrete choice alone, and an error does not.
 
 Plain random weights have ties everywhere: routing and the index top-k flip on rounding noise, and then
 nothing can be compared token by token in bf16 or FP8. Here a few channels of the residual stream carry facts
 about the token, which layers read and never write:
 
 - `code`: the experts a token wants. All but the last place are clear, and that one goes to one of two
-  candidates by
-  the experts' `e_score_correction_bias`. Every layer permutes the experts.
+  candidates by the experts' `e_score_correction_bias`. Every layer permutes the experts.
 - `salience`: one number a token. Attention and indexer both prefer salient tokens and, through RoPE, near
-  ones, by
-  the same measure: what the index top-k keeps matters much, and what lies at its edge matters little.
+  ones, by the same measure: what the index top-k keeps matters much, what lies at its edge matters little.
 - `constant`: the same for all tokens. It stands in for biases: RoPE's preference for near tokens, positive
-  index
-  head weights, logits that favour printable ASCII.
+  index head weights, logits that favour printable ASCII.
 
 All else (the rest of each attention score, values, MLPs, logits) is random, over all the other channels.
 """
@@ -256,13 +252,13 @@ class Weights:
         self._mlp(out, prefix + "shared_experts.", shape.moe_intermediate, gain=0.26)
 
     def _lm_head(self) -> Array:
-        head = self._reading("lm_head", self.shape.vocab, 0.5)
+        head = self._reading("lm_head", self.shape.vocab, 0.45)
         readable = np.zeros(self.shape.vocab, bool)
         readable[PRINTABLE.start : PRINTABLE.stop] = True
         head[~readable] *= np.float32(0.3)
         # Against echoing: a token's own embedding lowers its logit.
         head[:, self.content] -= np.float32(ECHO) * self._embedding()[:, self.content] / self.shape.hidden
-        head[:, self.constant] = np.where(readable, np.float32(1), np.float32(-3.5))[:, None] / CONSTANT
+        head[:, self.constant] = np.where(readable, np.float32(1), np.float32(-3))[:, None] / CONSTANT
         return head
 
 

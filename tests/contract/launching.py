@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +50,10 @@ def session_members(session: int) -> list[int]:
 
 
 def environment(*sites: Path, **more: str) -> dict[str, str]:
-    """This environment with fixture folders in front of the path, one thread a process, and no settings of the fork."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("GLM_SGLANG_", "SGLANG_"))}
+    """This environment with fixture folders on the path, one thread a process, no settings of the fork."""
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GLM_SGLANG_", "SGLANG_"))
+    }
     path = [*map(str, sites), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **more}
 
@@ -62,7 +63,9 @@ def fault(name: str, where: str = "everywhere", **more: str) -> dict[str, str]:
     return environment(FAULT_SITE, CONTRACT_FAULT=json.dumps({"fault": name, "where": where}), **more)
 
 
-def run(module: str, *argv: str, env: dict[str, str], timeout_s: float = 240.0, cwd: Path | None = None) -> Ended:
+def run(
+    module: str, *argv: str, env: dict[str, str], timeout_s: float = 240.0, cwd: Path | None = None
+) -> Ended:
     """Run `python -m module argv` in a session of its own until it ends by itself."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *argv],
@@ -84,5 +87,3 @@ def run(module: str, *argv: str, env: dict[str, str], timeout_s: float = 240.0, 
     for pid in left:
         os.kill(pid, 9)
     return Ended(process.returncode, out, err, left)
-
-

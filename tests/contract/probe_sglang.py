@@ -1,4 +1,4 @@
-"""Asks the real SGLang what the contract tests compare with, once: importing it takes long. Prints one JSON object last.
+"""Asks the real SGLang, once, what the contract tests compare with. Prints one JSON object last.
 
 Run with fault_site on PYTHONPATH, under no launcher.
 """
@@ -30,7 +30,9 @@ def parser_flags() -> list[dict[str, Any]]:
 
 def fixture_hook(target: str) -> Hook:
     """A hook on something in fault_upstream."""
-    return Hook(target=target, kind="around", function="fault_changes:around", why="a test", remove_when="never")
+    return Hook(
+        target=target, kind="around", function="fault_changes:around", why="a test", remove_when="never"
+    )
 
 
 def put_in(target: str) -> str:
@@ -64,7 +66,7 @@ def tampered() -> str:
 
 
 def later_hook(target: str) -> str:
-    """What happens when a plugin that loads after ours hooks `target`: the message that would end the process, or ""."""
+    """The message that ends the process when a plugin that loads after ours hooks `target`, or ""."""
     source = HookSource(plugin_name="late", dist_name="rival")
     try:
         HookRegistry.register(target, lambda *_: None, HookType.AFTER, source=source)

@@ -1,4 +1,4 @@
-"""A changed symbol, a missing one, a hook that throws, a wrong version …: each ends the server with one clear message."""
+"""A changed or missing symbol, a hook that throws, a wrong version: each ends the server with one message."""
 
 import json
 import re
@@ -8,16 +8,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from tests.contract.launching import RIVAL_SITE, Ended, environment, fault, run
 
 LAUNCHER = "glm_sglang.launch_server"
 
 # fault -> (what the message must name, what must be in "found", what must be in "to mend")
 EXPECTED = {
-    "changed symbol": (r"upstream symbol fault_upstream\.greet.* has changed", r"sha256 [0-9a-f]{16}", r"reinstall"),
-    "missing symbol": (r"upstream symbol fault_upstream\.gone.* is missing", r"'gone' is not defined", r"reinstall"),
+    "changed symbol": (
+        r"upstream symbol fault_upstream\.greet.* has changed",
+        r"sha256 [0-9a-f]{16}",
+        r"reinstall",
+    ),
+    "missing symbol": (
+        r"upstream symbol fault_upstream\.gone.* is missing",
+        r"'gone' is not defined",
+        r"reinstall",
+    ),
     "unrecorded symbol": (r"no fingerprint is recorded.*fault_upstream\.greet", r"none", r"upstream\.record"),
-    "throwing hook": (r"fault_changes_broken:around can't be imported", r"RuntimeError: the hook's own", r"doctor"),
+    "throwing hook": (
+        r"fault_changes_broken:around can't be imported",
+        r"RuntimeError: the hook's own",
+        r"doctor",
+    ),
     "wrong version": (r"distribution lmcache is not the version", r"lmcache 0\.0\.1", r"lmcache==0\.5\.6"),
 }
 # The launcher sees these before it imports SGLang; the others show themselves when the hooks go in.
@@ -36,8 +49,10 @@ def assert_one_message(ended: Ended, name: str) -> None:
     first, expected_line, found_line, mend_line = ended.messages[0].splitlines()
     assert re.search(what, first), first
     assert expected_line.startswith("  expected: ")
-    assert found_line.startswith("  found:    ") and re.search(found, found_line), found_line
-    assert mend_line.startswith("  to mend:  ") and re.search(mend, mend_line), mend_line
+    assert found_line.startswith("  found:    ")
+    assert re.search(found, found_line), found_line
+    assert mend_line.startswith("  to mend:  ")
+    assert re.search(mend, mend_line), mend_line
     assert "Traceback" not in ended.err
     assert ended.left == []
 
@@ -49,7 +64,8 @@ def test_fault_is_met_by_the_launcher_before_sglang_is_imported(name: str, tiny:
     assert_one_message(ended, name)
 
 
-# Launches that get as far as importing SGLang take long, so they run two at a time while the tests wait for theirs.
+# Launches that get as far as importing SGLang take long, so they run two at a time while the tests wait for
+# theirs.
 LONG: dict[str, tuple[str, str, str]] = {
     "launcher, throwing hook": (LAUNCHER, "throwing hook", "everywhere"),
     "scheduler, changed symbol": (LAUNCHER, "changed symbol", "run_scheduler_process"),
@@ -74,7 +90,9 @@ def launches(tiny: Path) -> Iterator[dict[str, Future[Ended]]]:
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_fault_in_one_process_ends_them_all_with_its_message(case: str, launches: dict[str, Future[Ended]]) -> None:
+def test_fault_in_one_process_ends_them_all_with_its_message(
+    case: str, launches: dict[str, Future[Ended]]
+) -> None:
     ended = launches[case].result()
     # UPSTREAM: under a stock launcher, launch_phase_sigquit_handler kills its own process tree.
     assert ended.code == (-9 if case.startswith("stock") else 1)
@@ -123,4 +141,5 @@ def test_settings_that_keep_the_plugin_out_are_refused(variable: str, value: str
     ended = run(LAUNCHER, "--model-path", str(tiny), "--port", free_port(), env=env, timeout_s=30)
     assert ended.code == 2
     assert len(ended.messages) == 1
-    assert variable in ended.messages[0] and value in ended.messages[0]
+    assert variable in ended.messages[0]
+    assert value in ended.messages[0]

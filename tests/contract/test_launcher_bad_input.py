@@ -1,4 +1,4 @@
-"""What the user must change is said in one line, with exit code 2, within seconds, before anything heavy is loaded."""
+"""What the user must change is said in one line, with exit code 2, before anything heavy is loaded."""
 
 import re
 import socket
@@ -80,7 +80,10 @@ def test_a_missing_checkpoint_and_another_model(tmp_path: Path) -> None:
     [
         ({"GLM_SGLANG_PLATFORM": "gpu"}, "GLM_SGLANG_PLATFORM is 'gpu', allowed: auto, reference, cuda"),
         ({"GLM_SGLANG_PLATFROM": "cuda"}, "unknown environment variable GLM_SGLANG_PLATFROM"),
-        ({"GLM_SGLANG_PLATFORM": "cuda", "CUDA_VISIBLE_DEVICES": ""}, "GLM_SGLANG_PLATFORM=cuda needs a CUDA device"),
+        (
+            {"GLM_SGLANG_PLATFORM": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+            "GLM_SGLANG_PLATFORM=cuda needs a CUDA device",
+        ),
     ],
 )
 def test_variables(variables: dict[str, str], said: str, tiny: Path) -> None:
@@ -99,5 +102,7 @@ def test_what_only_sglang_can_judge_is_one_line_too(tiny: Path) -> None:
     assert ended.code == 2
     assert "Traceback" not in ended.err
     last = ended.err.splitlines()[-1]
-    assert re.match(r"glm-sglang: argument --dtype: invalid choice: 'int3' \(choose from .*bfloat16", last), last
+    assert re.match(r"glm-sglang: argument --dtype: invalid choice: 'int3' \(choose from .*bfloat16", last), (
+        last
+    )
     assert ended.left == []

@@ -1,4 +1,4 @@
-"""No process of a server, and no LMCache engine, tries to reach another machine; a guard sees every attempt."""
+"""No process of a server, and no LMCache engine, tries to leave the machine; a guard sees each attempt."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 
 from glm_sglang.serving import Server
 from tests.contract.launching import GUARD_SITE, environment, run
+
 
 def attempts(log: Path) -> list[str]:
     return sorted(set(log.read_text().splitlines())) if log.exists() else []

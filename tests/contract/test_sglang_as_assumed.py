@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from tests.contract.launching import FAULT_SITE, HERE, environment, run
 
 from glm_sglang import launch_server
 from glm_sglang.upstream import flags
+from tests.contract.launching import FAULT_SITE, HERE, environment, run
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,8 @@ def test_a_hook_is_in_place_or_the_reason_is_said(answers: dict[str, Any]) -> No
 
 def test_a_plugin_that_loads_later_cannot_change_what_ours_rest_on(answers: dict[str, Any]) -> None:
     for name in ("later, ours", "later, the class of ours"):
-        assert answers[name].startswith("glm-sglang: another SGLang plugin changes sglang.srt."), answers[name]
+        assert answers[name].startswith("glm-sglang: another SGLang plugin changes sglang.srt."), answers[
+            name
+        ]
         assert "a hook by plugin late of rival" in answers[name]
     assert answers["later, elsewhere"] == ""

@@ -35,7 +35,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def run(scenario: Callable[..., Any], *args: Any, repaired: bool, seconds: float = 120.0) -> Any:
-    """`scenario(*args)` in a fresh process; `HUNG` where it has not returned after `seconds`."""
+    """`scenario(*args)` in a fresh process; `HUNG` where it has not returned after `seconds`.
+
+    Where the scenario takes its process down: "exit code N", negative for a signal.
+    """
     ours, theirs = _context.Pipe(duplex=False)
     process = _context.Process(target=_child, args=(theirs, scenario, args, repaired), daemon=True)
     process.start()

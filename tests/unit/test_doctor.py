@@ -44,14 +44,19 @@ def test_exit_code_says_whether_all_that_is_needed_is_right(
     for name in ("devices", "memory", "shared_memory", "limits", "cores_and_numa"):
         monkeypatch.setattr(machine, name, lambda platform: iter(()))
     code, out = quick(monkeypatch, capsys, "--json")
-    assert code == 0 and json.loads(out)["ok"] is True
+    assert code == 0
+    assert json.loads(out)["ok"] is True
     monkeypatch.setattr(software, "python", lambda: iter([wrong("Python", "3.9", "use another")]))
     code, out = quick(monkeypatch, capsys)
     assert code == 1
-    assert "Python" in out and "use another" in out and "1 to mend" in out
+    assert "Python" in out
+    assert "use another" in out
+    assert "1 to mend" in out
 
 
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_that_fails_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken() -> list[Finding]:
         raise OSError("no /proc here")
 
@@ -59,7 +64,8 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys
     code, out = quick(monkeypatch, capsys, "--json")
     rows = {row["subject"]: row for row in json.loads(out)["findings"]}
     assert code == 1
-    assert rows["Python"]["state"] == "wrong" and "no /proc here" in rows["Python"]["found"]
+    assert rows["Python"]["state"] == "wrong"
+    assert "no /proc here" in rows["Python"]["found"]
 
 
 def test_wrong_versions_come_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +73,15 @@ def test_wrong_versions_come_with_their_command(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pins, "installed", lambda name: found.get(name, pins.declared()[name].version))
     rows = {finding.subject: finding for finding in software.versions("reference")}
     assert (rows["sglang"].state, rows["sglang"].mend) == ("wrong", "pip install --no-deps 'sglang==0.5.23'")
-    assert rows["torch"].state == "wrong" and "not installed" in rows["torch"].found
+    assert rows["torch"].state == "wrong"
+    assert "not installed" in rows["torch"].found
     assert rows["transformers"].state == "right"
 
 
 @pytest.mark.parametrize(("platform", "state"), [("reference", "not needed"), ("cuda", "wrong")])
-def test_gpu_packages_are_needed_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, platform: str, state: str) -> None:
+def test_gpu_packages_are_needed_on_a_gpu_only(
+    monkeypatch: pytest.MonkeyPatch, platform: str, state: str
+) -> None:
     versions = {name: pin.version for name, pin in pins.declared().items() if not pin.extra}
     monkeypatch.setattr(pins, "installed", versions.get)
     rows = {finding.subject: finding.state for finding in software.versions(platform)}
@@ -93,7 +102,8 @@ def test_memory_counts_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert [f.state for f in machine.memory("reference")] == ["right"]
     monkeypatch.setattr(machine, "_cgroup_limit", lambda: 4 * machine.GIB)
     (finding,) = machine.memory("reference")
-    assert finding.state == "wrong" and finding.found.startswith("4.0 GiB")
+    assert finding.state == "wrong"
+    assert finding.found.startswith("4.0 GiB")
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +118,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_that_crashes_is_an_answer() -> None:
     assert run_python("print('noise'); print('fine')", 30) == (True, "fine")
     ok, said = run_python("import os; os.abort()", 30)
-    assert not ok and said
+    assert not ok
+    assert said
     ok, said = run_python("import time; time.sleep(60)", 0.5)
     assert (ok, said) == (False, "no answer within 0 s") or said == "no answer within 1 s"
     ok, said = run_python("raise SystemExit('glm-sglang: it broke\\n  to mend:  this')", 30)
@@ -117,15 +128,21 @@ def test_a_program_that_crashes_is_an_answer() -> None:
 
 def test_it_works_where_nothing_is_installed() -> None:
     """Without site-packages there is no torch, no SGLang, not even rich: the doctor says what is missing."""
-    for extra in (["--json"], []):
-        program = f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); from glm_sglang import doctor; sys.exit(doctor.main({extra + ['--quick']!r}))"
-        done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    for argv in (["--quick", "--json"], ["--quick"]):
+        program = (
+            f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); from glm_sglang import doctor; "
+            f"sys.exit(doctor.main({argv!r}))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 1, done.stderr
         assert "Traceback" not in done.stderr
-        if extra:
-            answer: dict[str, Any] = json.loads(done.stdout)
-            bad = [row for row in answer["findings"] if row["state"] == "wrong"]
-            assert not answer["ok"] and bad
-            assert all(row["mend"] for row in bad)
-        else:
+        if "--json" not in argv:
             assert "to mend" in done.stdout
+            continue
+        answer: dict[str, Any] = json.loads(done.stdout)
+        bad = [row for row in answer["findings"] if row["state"] == "wrong"]
+        assert answer["ok"] is False
+        assert bad
+        assert all(row["mend"] for row in bad)

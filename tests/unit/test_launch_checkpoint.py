@@ -23,7 +23,10 @@ def test_a_glm_checkpoint_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures LlamaForCausalLM, this server is for GlmMoeDsaForCausalLM"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architectures LlamaForCausalLM, this server is for GlmMoeDsaForCausalLM",
+        ),
         ({"architectures": ["Glm5NextForConditionalGeneration"]}, "Glm5NextForConditionalGeneration"),
         ({}, "architectures None"),
         ({"architectures": "GlmMoeDsaForCausalLM"}, "architectures 'GlmMoeDsaForCausalLM'"),
@@ -31,7 +34,9 @@ def test_a_glm_checkpoint_is_taken(tmp_path: Path) -> None:
         ("[]", "holds a list"),
     ],
 )
-def test_another_model_or_an_unreadable_config_is_refused(tmp_path: Path, content: object, message: str) -> None:
+def test_another_model_or_an_unreadable_config_is_refused(
+    tmp_path: Path, content: object, message: str
+) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         checkpoint_check.check(config(tmp_path, content))
     assert "\n" not in str(caught.value)
@@ -55,9 +60,11 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_hub_is_reached_only_when_asked() -> None:
-    with pytest.raises(UsageError, match=r"does not reach the hub.*hf download zai-org/GLM-5.3.*HF_HUB_OFFLINE=0"):
+    with pytest.raises(
+        UsageError, match=r"does not reach the hub.*hf download zai-org/GLM-5.3.*HF_HUB_OFFLINE=0"
+    ):
         checkpoint_check.check("zai-org/GLM-5.3", environ={})
     assert checkpoint_check.check("zai-org/GLM-5.3", environ={"HF_HUB_OFFLINE": "0"}) is None
     assert checkpoint_check.check("zai-org/GLM-5.3", environ={"HF_HUB_OFFLINE": "1"}) is None
-    with pytest.raises(UsageError, match="no such folder$"):
+    with pytest.raises(UsageError, match=r"no such folder$"):
         checkpoint_check.check("/models/GLM-5.3", environ={"HF_HUB_OFFLINE": "0"})

@@ -1,4 +1,4 @@
-"""The fast reading of a command line: SGLang's flags pass through, ours are taken out, mistakes are one line."""
+"""The fast reading of a command line: SGLang's flags pass, ours are taken out, mistakes are one line."""
 
 import io
 import subprocess
@@ -13,19 +13,37 @@ from glm_sglang.errors import UsageError
 
 
 def test_sglangs_flags_pass_through_unchanged() -> None:
-    argv = ["--model-path", "/m", "--tp", "8", "--attention-backend=dsa", "--enable-metrics", "--cuda-graph-bs-prefill", "1", "2"]
+    argv = [
+        "--model-path",
+        "/m",
+        "--tp",
+        "8",
+        "--attention-backend=dsa",
+        "--enable-metrics",
+        "--cuda-graph-bs-prefill",
+        "1",
+        "2",
+    ]
     assert parse(argv).argv == argv
 
 
 def test_flags_are_known_by_field_whatever_their_spelling() -> None:
-    given = parse(["--tensor-parallel-size", "8", "--page-size=64", "--enable-metrics", "--disaggregation-m", "prefill"]).given
-    assert given == {"tp_size": "8", "page_size": "64", "enable_metrics": True, "disaggregation_mode": "prefill"}
+    given = parse(
+        ["--tensor-parallel-size", "8", "--page-size=64", "--enable-metrics", "--disaggregation-m", "prefill"]
+    ).given
+    assert given == {
+        "tp_size": "8",
+        "page_size": "64",
+        "enable_metrics": True,
+        "disaggregation_mode": "prefill",
+    }
 
 
 def test_our_flags_are_taken_out() -> None:
     request = parse(["--glm-print-config", "--model-path", "/m", "--glm-no-defaults"])
     assert request.argv == ["--model-path", "/m"]
-    assert request.has(own_flags.PRINT_CONFIG) and request.has(own_flags.NO_DEFAULTS)
+    assert request.has(own_flags.PRINT_CONFIG)
+    assert request.has(own_flags.NO_DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +93,8 @@ def test_our_flags_in_config_are_kept_from_sglang(tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     flag, copy = for_sglang(request, run_folder)
-    assert flag == "--config" and Path(copy).parent == run_folder
+    assert flag == "--config"
+    assert Path(copy).parent == run_folder
     assert Path(copy).read_text() == "page-size: 32\n"
 
 
@@ -99,7 +118,13 @@ def test_a_missing_config_is_one_line(tmp_path: Path) -> None:
 
 
 def test_values_become_flags() -> None:
-    settings = {"page_size": 64, "enable_metrics": True, "skip_tokenizer_init": False, "cp_strategy": None, "cuda_graph_bs_prefill": [1, 2]}
+    settings = {
+        "page_size": 64,
+        "enable_metrics": True,
+        "skip_tokenizer_init": False,
+        "cp_strategy": None,
+        "cuda_graph_bs_prefill": [1, 2],
+    }
     assert as_argv(settings) == ["--page-size", "64", "--enable-metrics", "--cuda-graph-bs-prefill", "1", "2"]
 
 
@@ -127,7 +152,10 @@ def test_context_parallel_prefill_interleaves() -> None:
     assert "cp_strategy" not in filled([*argv, "--cp-strategy", "zigzag"])
 
 
-@pytest.mark.parametrize("argv", [[], ["--disaggregation-mode", "decode"], ["--disaggregation-mode", "prefill", "--glm-no-defaults"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--disaggregation-mode", "decode"], ["--disaggregation-mode", "prefill", "--glm-no-defaults"]],
+)
 def test_nothing_is_filled_in_otherwise(argv: list[str]) -> None:
     assert filled(argv) == {}
 
@@ -154,6 +182,8 @@ def test_help_imports_neither_torch_nor_sglang() -> None:
         "import sys; from glm_sglang import launch_server; code = launch_server.main(['--help']);"
         "print(code, [m for m in ('torch', 'sglang', 'transformers') if m in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stderr.strip() == "0 []"
     assert "--glm-print-config" in done.stdout

@@ -1,4 +1,4 @@
-"""The channel on which a child says why it ended: one message, everybody gone, nothing left in the file system."""
+"""The channel on which a child says why it ended: one message, everybody gone, no file left."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-# A launcher with two spawned children that fail at once, one grandchild that would live on, and a main thread that waits.
+# A launcher with two children that fail at once, and grandchildren that would live on.
 _PROGRAM = textwrap.dedent("""
     import multiprocessing, os, subprocess, sys, time
     from glm_sglang import failure, scope
@@ -33,7 +33,13 @@ def run(tmp_path: Path, program: str) -> "subprocess.CompletedProcess[str]":
     script.write_text(program)
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     return subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=env, check=False, start_new_session=True
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+        check=False,
+        start_new_session=True,
     )
 
 
@@ -68,4 +74,5 @@ def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     stale.mkdir()
     living.mkdir()
     run(tmp_path, "from glm_sglang import failure; failure.Listener().close()")
-    assert not stale.exists() and living.exists()
+    assert not stale.exists()
+    assert living.exists()

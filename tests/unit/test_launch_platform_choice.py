@@ -35,7 +35,8 @@ def test_one_supported_device_among_others_is_enough() -> None:
 def test_a_cpu_build_of_torch_leaves_the_gpu_unused_and_says_so() -> None:
     chosen = choose("auto", hardware(H200, torch_cuda=""), "launcher")
     assert chosen.platform == "reference"
-    assert "CPU build" in chosen.reason and "glm-sglang[gpu]" in chosen.reason
+    assert "CPU build" in chosen.reason
+    assert "glm-sglang[gpu]" in chosen.reason
 
 
 @pytest.mark.parametrize("device", [H200, A100])
@@ -51,14 +52,21 @@ def test_a_stock_launcher_without_an_accelerator_gets_the_reference() -> None:
     assert choose("auto", hardware(), "installed").platform == "reference"
 
 
-@pytest.mark.parametrize(("devices", "where"), list(itertools.product([(), (H200,), (A100,)], ["launcher", "installed"])))
+@pytest.mark.parametrize(
+    ("devices", "where"), list(itertools.product([(), (H200,), (A100,)], ["launcher", "installed"]))
+)
 def test_reference_can_be_forced_anywhere(devices: tuple[Device, ...], where: str) -> None:
-    assert choose("reference", hardware(*devices), where) == Choice("reference", "GLM_SGLANG_PLATFORM=reference")  # type: ignore[arg-type]
+    assert choose("reference", hardware(*devices), where) == Choice(
+        "reference", "GLM_SGLANG_PLATFORM=reference"
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("devices", [(), (A100,)])
 def test_cuda_where_there_is_none_is_an_error_that_names_what_is_allowed(devices: tuple[Device, ...]) -> None:
-    with pytest.raises(UsageError, match=r"GLM_SGLANG_PLATFORM=cuda needs .*SM90, SM100, SM103.*allowed here: auto, reference"):
+    with pytest.raises(
+        UsageError,
+        match=r"GLM_SGLANG_PLATFORM=cuda needs .*SM90, SM100, SM103.*allowed here: auto, reference",
+    ):
         choose("cuda", hardware(*devices), "launcher")
 
 

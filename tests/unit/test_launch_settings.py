@@ -16,7 +16,10 @@ def test_defaults_and_allowed_values() -> None:
 
 
 def test_a_misspelt_variable_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"unknown environment variable GLM_SGLANG_PLATFROM; did you mean GLM_SGLANG_PLATFORM\?"):
+    with pytest.raises(
+        UsageError,
+        match=r"unknown environment variable GLM_SGLANG_PLATFROM; did you mean GLM_SGLANG_PLATFORM\?",
+    ):
         settings.check_names({"GLM_SGLANG_PLATFROM": "cuda", "PATH": "/bin"})
     with pytest.raises(UsageError, match="GLM_SGLANG_ALLOW_UNTESTED is 'yes', allowed: 0, 1"):
         settings.check_names({"GLM_SGLANG_ALLOW_UNTESTED": "yes"})
@@ -26,7 +29,8 @@ def test_a_misspelt_variable_is_an_error() -> None:
 def test_telemetry_is_off_unless_the_user_says_otherwise() -> None:
     environ = {"LMCACHE_TRACK_USAGE": "true", "DO_NOT_TRACK": "0"}
     added = offline.set_defaults(environ)
-    assert environ["LMCACHE_TRACK_USAGE"] == "true" and environ["DO_NOT_TRACK"] == "0"
+    assert environ["LMCACHE_TRACK_USAGE"] == "true"
+    assert environ["DO_NOT_TRACK"] == "0"
     assert "LMCACHE_TRACK_USAGE" not in added
     assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
 
@@ -61,6 +65,8 @@ def test_our_flags_reach_child_processes_as_variables(monkeypatch: pytest.Monkey
 
 def test_scope_is_the_process_tree_of_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLM_SGLANG_LAUNCHER", raising=False)
-    assert scope.current() == "installed" and not scope.in_launcher_child()
+    assert scope.current() == "installed"
+    assert not scope.in_launcher_child()
     monkeypatch.setenv("GLM_SGLANG_LAUNCHER", "1:/run/folder")
-    assert scope.current() == "launcher" and scope.in_launcher_child()
+    assert scope.current() == "launcher"
+    assert scope.in_launcher_child()

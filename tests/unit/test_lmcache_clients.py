@@ -594,3 +594,51 @@ def close_valkey_with_a_put_in_flight() -> tuple[bool, int, int]:
 def test_closing_valkey_keeps_the_loop_alive_and_the_bytes_until_the_thread_is_done() -> None:
     assert run(close_valkey_with_a_put_in_flight, repaired=False, seconds=3) == HUNG
     assert run(close_valkey_with_a_put_in_flight, repaired=True) == (True, 1, 0)
+
+
+# -- failed glide calls and the garbage collector -------------------------------------------------------------
+
+
+def collect_after_failed_glide_gets() -> str:
+    """Batches of gets that time out in glide, as through a stall, and the collector's runs between them."""
+    import gc
+
+    import cffi
+    from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
+
+    ffi = cffi.FFI()
+
+    class Client:
+        def get(self, key: bytes, buffer: memoryview) -> bytes:
+            exported = ffi.from_buffer(buffer)  # as glide_sync does for the length of the call
+            raise TimeoutError(f"request timed out, {len(exported)} bytes asked for")
+
+        def close(self) -> None:
+            return None
+
+    class Clients(ValkeyWorkerPool):
+        def _get_client(self) -> Client:
+            self._has_buffer_get = True
+            return Client()
+
+    async def main() -> None:
+        pool = Pool()
+        connector = _valkey(pool, Clients([("nowhere", 0)], num_workers=8))
+        for _ in range(1000):
+            try:
+                await connector._batched_get(_keys(4))
+            except TimeoutError:
+                assert pool.used == 0
+            else:
+                raise AssertionError("expected a time-out")
+        gc.collect()
+
+    asyncio.run(main())
+    return "alive"
+
+
+def test_failed_glide_calls_do_not_crash_the_garbage_collector() -> None:
+    # UPSTREAM: CPython clears a memoryview that cffi still exports (seen with 3.11), and the process is gone.
+    if sys.version_info < (3, 12):
+        assert run(collect_after_failed_glide_gets, repaired=False) == "exit code -11"
+    assert run(collect_after_failed_glide_gets, repaired=True) == "alive"

@@ -1,4 +1,4 @@
-"""Declared changes: checked where they are written, chosen by platform and scope, pinned by the package's own metadata."""
+"""Declared changes: checked where they are written, chosen by platform and scope, pinned by metadata."""
 
 from typing import Any
 
@@ -111,7 +111,11 @@ def test_a_wrapper_chain_is_followed_to_our_function() -> None:
 
 
 def test_a_function_that_cannot_be_had_is_a_contract_error() -> None:
-    for path, found in [("no_such_module:f", "No module named"), ("json:gone", "gone"), ("json:__name__", "'json'")]:
+    for path, found in [
+        ("no_such_module:f", "No module named"),
+        ("json:gone", "gone"),
+        ("json:__name__", "'json'"),
+    ]:
         with pytest.raises(ContractError) as caught:
             load(path, "a test")
         assert found in caught.value.found
@@ -151,7 +155,9 @@ def test_the_contract_is_the_packages_own_metadata() -> None:
 
 
 def test_a_wrong_version_names_both_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "installed", lambda name: "0.5.22" if name == "sglang" else pins.declared()[name].version)
+    monkeypatch.setattr(
+        pins, "installed", lambda name: "0.5.22" if name == "sglang" else pins.declared()[name].version
+    )
     with pytest.raises(ContractError) as caught:
         pins.check_versions("reference")
     assert (caught.value.expected, caught.value.found) == ("sglang 0.5.23", "sglang 0.5.22")
@@ -161,3 +167,18 @@ def test_a_wrong_version_names_both_and_the_command(monkeypatch: pytest.MonkeyPa
 def test_a_registration_needs_a_way_to_verify_it() -> None:
     with pytest.raises(ValueError, match="module:qualname"):
         Registration(function="m:f", verify="", why="w")
+
+
+def test_a_package_on_the_path_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without metadata there are no entry points: SGLang would serve without the fork."""
+    import importlib.metadata
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    pins.declared.cache_clear()
+    with pytest.raises(ContractError, match="glm-sglang is not installed"):
+        pins.check_versions("reference")
+    monkeypatch.undo()
+    pins.declared.cache_clear()

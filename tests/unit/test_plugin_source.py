@@ -66,7 +66,17 @@ def digest(name: str) -> str:
     return source.fingerprint(f"upkg.bare.mod.{name}")
 
 
-NAMES = ["plain", "Thing", "Thing.make", "Thing.size", "Thing.limit", "Thing.Inner.deep", "either", "TABLE", "TYPED"]
+NAMES = [
+    "plain",
+    "Thing",
+    "Thing.make",
+    "Thing.size",
+    "Thing.limit",
+    "Thing.Inner.deep",
+    "either",
+    "TABLE",
+    "TYPED",
+]
 
 
 def test_every_kind_of_symbol_has_its_own_fingerprint(package: Path) -> None:
@@ -87,7 +97,9 @@ def test_every_kind_of_symbol_has_its_own_fingerprint(package: Path) -> None:
         ("limit = 4\n", "limit = 4   \n", set()),
     ],
 )
-def test_a_change_shows_in_what_it_changes_and_nowhere_else(package: Path, old: str, new: str, changed: set[str]) -> None:
+def test_a_change_shows_in_what_it_changes_and_nowhere_else(
+    package: Path, old: str, new: str, changed: set[str]
+) -> None:
     before = {name: digest(name) for name in NAMES}
     assert old in MODULE
     package.write_text(MODULE.replace(old, new))
@@ -96,7 +108,11 @@ def test_a_change_shows_in_what_it_changes_and_nowhere_else(package: Path, old: 
 
 def test_the_place_is_named_below_the_packages_folder(package: Path) -> None:
     location = source.locate("upkg.bare.mod.Thing.make")
-    assert (location.file, location.relative, location.qualname) == (package, "upkg/bare/mod.py", ("Thing", "make"))
+    assert (location.file, location.relative, location.qualname) == (
+        package,
+        "upkg/bare/mod.py",
+        ("Thing", "make"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,5 +138,7 @@ def test_fingerprints_are_taken_without_importing_sglang() -> None:
         assert check.main() == 0
         print([m for m in ("sglang", "torch", "transformers") if m in sys.modules])
     """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -27,9 +27,9 @@ SMALL = Shape(layers=2, heads=2, experts=4, experts_per_token=2)
 
 # Of model.safetensors for SMALL, written on an AVX-512 machine: other machines must write the same bytes.
 DIGESTS = {
-    "float32": "008a9111a5b17792aeac9b4aa8ad02fa35f48832dad870dba5d4704b598fb872",
-    "bf16": "6e3b03cd7f4c96a5ee2f0fd9636dd0700c97af9c2da0ee72a1595e8109cafcc0",
-    "fp8": "6cd11d1d897ab3f36e970473242df541b750a6ddbbc63e480896f5e0a84618f9",
+    "float32": "3339ee7fc08f28d855216221e0b6652ce35b491fb0e93862f395ebf58fa42809",
+    "bf16": "ede20ea7decda7a4852f4578fb948e16107e0e8aa20f7522de9a3c3afc430dc2",
+    "fp8": "e43a0b51f1d4f63be06ada4f30cc14a434747c957bc338d040b5bfab6463aa48",
 }
 
 
@@ -174,6 +174,7 @@ def test_float32_index_head_weights_survive_bf16(checkpoint: Callable[..., Path]
     assert not torch.equal(other, other.bfloat16().float())
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 300),
     cols=st.integers(1, 300),

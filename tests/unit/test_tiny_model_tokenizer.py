@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm_sglang.tiny_model.shape import SPECIAL_TOKENS, special_id
@@ -24,6 +24,7 @@ def _load(checkpoint: Callable[..., Path]) -> None:
     _loaded["tokenizer"] = AutoTokenizer.from_pretrained(checkpoint("bf16"), local_files_only=True)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_survives(text: str) -> None:
     tokenizer = _loaded["tokenizer"]
@@ -31,6 +32,7 @@ def test_any_text_survives(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
+@settings(deadline=None)
 @given(st.text().filter(lambda text: not any(special in text for special in SPECIAL_TOKENS)))
 def test_tokens_are_the_bytes(text: str) -> None:
     assert _loaded["tokenizer"].encode(text, add_special_tokens=False) == list(text.encode())
@@ -60,6 +62,7 @@ def test_chat_has_glms_markers() -> None:
     assert text == "[gMASK]<sop><|system|>\nS<|user|>\nU<|assistant|>\n"
 
 
+@settings(deadline=None)
 @given(st.text(), st.text(), st.text())
 def test_turn_2_begins_with_turn_1_and_its_answer(question: str, answer: str, more: str) -> None:
     first = [{"role": "user", "content": question}]

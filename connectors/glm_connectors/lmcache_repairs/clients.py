@@ -2,13 +2,14 @@
 prefix.
 
 target    redis_connector (RESP, Redis, RedisCluster), valkey_connector, s3_connector, eic_connector,
-          sagemaker_hyperpod_connector in lmcache.v1.storage_backend.connector;
+          sagemaker_hyperpod_connector in lmcache.v1.storage_backend.connector; valkey.worker_pool;
           native_clients.connector_client_base
 why       `asyncio.gather` returns at the first failure while the other parts still read or write buffers
           that the caller then frees. A coroutine cancelled over a worker thread leaves the thread writing.
           Redis' get holds a buffer over two round trips and loses it on an error, a wrong length or an
           evicted value. `[r for r in results if r]` closes the gap of a missing chunk, so every later chunk
-          is served under its predecessor's key.
+          is served under its predecessor's key. A failed glide call crashes the process at a later garbage
+          collection.
 how       The modules' global `asyncio` becomes `settle.SettlingAsyncio`; Redis' get allocates when the bytes
           are there and are as long as announced; prefetches return the chunks before the first miss.
 upstream  not reported as far as we know
@@ -18,7 +19,9 @@ delete    when the pinned LMCache passes tests/unit/test_lmcache_clients.py unre
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 _CONNECTORS = "lmcache.v1.storage_backend.connector"
 REDIS = f"{_CONNECTORS}.redis_connector"
 VALKEY = f"{_CONNECTORS}.valkey_connector"
+POOL = "lmcache.v1.storage_backend.valkey.worker_pool"
 S3 = f"{_CONNECTORS}.s3_connector"
 EIC = f"{_CONNECTORS}.eic_connector"
 SAGEMAKER = f"{_CONNECTORS}.sagemaker_hyperpod_connector"
@@ -132,6 +136,25 @@ async def _prefetch_batch(self: Any, lookup_id: str, keys: list[Any]) -> list[An
     return prefix(await self.batched_get(keys))
 
 
+def _without_frames(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A failed glide call's frames hold a memoryview that cffi has exported.
+
+    Its error soon is part of a reference cycle (futures, tracebacks), and CPython's collector crashes when
+    it clears such a memoryview first. So the frames are emptied here, where they have ended.
+    """
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any) -> Any:
+        try:
+            return original(self, *args)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            args = ()
+            raise
+
+    return call
+
+
 async def _valkey_close(self: Any) -> None:
     """Ends the executor, then the clients' threads, off the loop on which the last jobs settle."""
     await self._pq_executor.shutdown_async(wait=True)
@@ -190,6 +213,13 @@ REPAIRS = (
         ),
         _SETTLE,
         replace("ValkeyConnector.close", _valkey_close),
+    ),
+    _repair(
+        POOL,
+        ("ValkeyWorkerPool.submit_set", "ValkeyWorkerPool.submit_get_into", "ValkeyWorkerPool.submit_exists"),
+        Graft("ValkeyWorkerPool._do_set", _without_frames),
+        Graft("ValkeyWorkerPool._do_get_into", _without_frames),
+        Graft("ValkeyWorkerPool._do_exists", _without_frames),
     ),
     _repair(
         S3,

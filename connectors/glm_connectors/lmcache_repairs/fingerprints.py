@@ -58,6 +58,14 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "ValkeyConnector._batched_get_non_blocking": "547c61747cb14623cbd4ada93e9297da29ebbe9da8648c71d01d1b5b4ab93998",
         "ValkeyConnector.close": "10694dfffac2b62586a6abd93270feacc0f399de29da84edf5c88ab815cf45fb",
     },
+    "lmcache.v1.storage_backend.valkey.worker_pool": {
+        "ValkeyWorkerPool.submit_set": "ee0fbc0bde718246b8abe973309c907f37af08f1645d2f8f90d9249d5134cb11",
+        "ValkeyWorkerPool.submit_get_into": "d652308a2c49a60b920d6c3c4c13c32c1b3e4b47c1b8471fbc8294fe3e1909a2",
+        "ValkeyWorkerPool.submit_exists": "10b6896386240246ca9616c3ab36509d14f75c1bb883e271d83978a6f50dd857",
+        "ValkeyWorkerPool._do_set": "6619b75ce39c69deebf62c5ccefda052a2de897bda25385f93c3602174f8fc68",
+        "ValkeyWorkerPool._do_get_into": "0a4448ad4e6954f9260b1161e8d6c8f37d74b989250acc1731eacba23e76f547",
+        "ValkeyWorkerPool._do_exists": "4a9f9e05ed161018bf47b45c09577d326730cb48fce2f23fbf2659e026c2fa09",
+    },
     "lmcache.v1.storage_backend.connector.s3_connector": {
         "S3Connector.get": "768033b6f15a17b1eac2c78e7c662821f784ff83c0e5ead99e1837ca10420d07",
         "S3Connector.batched_get": "2d8016f9beb475968e47521c4121fa967b2db5b3f107ef535a6e10b34e82e57c",

@@ -42,7 +42,10 @@ async def outlast(call: asyncio.Future[T], withdraw: Callable[[], object] | None
         if call.exception() is None:
             dispose(call.result())
         raise CallAbandonedError("cancelled while the client was at work")
-    return call.result()
+    try:
+        return call.result()
+    finally:
+        del call  # or an error, its traceback, this frame and the future would hold each other
 
 
 class _Outlasting:
@@ -88,7 +91,10 @@ async def gather(*calls: Awaitable[Any], return_exceptions: bool = False) -> lis
     if return_exceptions or not failures:
         return outcomes
     dispose([outcome for outcome in outcomes if not isinstance(outcome, BaseException)])
-    raise failures[0]
+    try:
+        raise failures[0]
+    finally:
+        del calls, parts, outcomes, failures  # as in `outlast`
 
 
 def _outcome(part: asyncio.Future[Any]) -> Any:

@@ -1,8 +1,9 @@
-"""On PYTHONPATH of a server under test: puts one fault into the fork's contract, everywhere or in one kind of process.
+"""On PYTHONPATH of a server under test: puts one fault into the fork's contract, in one process or in all.
 
-`CONTRACT_FAULT` holds {"fault": NAME, "where": "everywhere" | the name of the function that a child process runs}. The fork
-itself knows nothing of it: its modules are patched right after they are imported, and what is patched is what the
-machine would answer (a recorded hash, an installed version, a declared hook), never the checks.
+`CONTRACT_FAULT` holds {"fault": NAME, "where": "everywhere" | the name of the function that a child process
+runs}. The fork itself knows nothing of it: its modules are patched right after they are imported, and what is
+patched is what the machine would answer (a recorded hash, an installed version, a declared hook), never the
+checks.
 """
 
 import importlib.abc
@@ -22,7 +23,7 @@ def _here():
 
 
 def _declared_hook():
-    """The extra hook that the fault needs, and the fingerprint recorded for its target (None: the right one)."""
+    """The extra hook that the fault needs, and the fingerprint recorded for it (None: the right one)."""
     from glm_sglang.upstream.hooks import Hook
 
     target, kind, function, digest = {
@@ -31,7 +32,14 @@ def _declared_hook():
         "unrecorded symbol": ("fault_upstream.greet", "around", "fault_changes:around", "unrecorded"),
         "throwing hook": ("fault_upstream.greet", "around", "fault_changes_broken:around", None),
     }[_FAULT["fault"]]
-    hook = Hook(target=target, kind=kind, function=function, why="a test", remove_when="the test ends", scope="installed")
+    hook = Hook(
+        target=target,
+        kind=kind,
+        function=function,
+        why="a test",
+        remove_when="the test ends",
+        scope="installed",
+    )
     return hook, digest
 
 
@@ -58,8 +66,6 @@ def _patch_fingerprints(fingerprints):
 def _patch_pins(pins):
     installed = pins.installed
     pins.installed = lambda name: "0.0.1" if name == "lmcache" and _here() else installed(name)
-
-
 
 
 if _FAULT.get("fault") == "wrong version":

@@ -1,4 +1,4 @@
-"""Does what LMCache's engine does about usage reports when it is created, and waits until the reports are out.
+"""Does what LMCache's engine does about usage reports when it is created, and waits for them.
 
 `python -m lmcache_reports ours` sets this fork's defaults first.
 """
@@ -13,9 +13,9 @@ if "ours" in sys.argv:
 
     offline.set_defaults()
 
-from lmcache.usage_telemetry import InitializeUsageContext  # noqa: E402
-from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
-from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
+from lmcache.usage_telemetry import InitializeUsageContext
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
 
 metadata = LMCacheMetadata(
     model_name="m",

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of a process under test: writes every attempt to reach another machine into $NETWORK_GUARD_LOG.
+"""On PYTHONPATH of a process under test: writes each attempt to leave the machine to $NETWORK_GUARD_LOG.
 
 Audit events see every Python socket, whichever library opens it, before anything leaves.
 """

@@ -5,4 +5,6 @@ def register() -> None:
     """Entry point of group sglang.srt.plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.utils.common.add_prometheus_middleware", lambda *_: None, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.utils.common.add_prometheus_middleware", lambda *_: None, HookType.AFTER
+    )
