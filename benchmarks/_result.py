@@ -1,4 +1,4 @@
-"""How every benchmark ends: the result with its command, machine, versions and date, printed last and saved on request."""
+"""How every benchmark ends: the result with its command, machine, versions and date, printed last, saved on request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prefill servers, decode servers and SGLang's router on one machine, started side by side and stopped together.
 
-    with Cluster(checkpoint, prefills=2, decodes=1) as cluster:
-        httpx.post(cluster.url + "/v1/chat/completions", json={...})
+with Cluster(checkpoint, prefills=2, decodes=1) as cluster:
+    httpx.post(cluster.url + "/v1/chat/completions", json={...})
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ class PrefillServer(Server):
 
     def __init__(self, model: str | os.PathLike[str], args: Sequence[str] = (), **options: object) -> None:
         self.bootstrap_port = free_port()
-        flags = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        flags = [
+            "--disaggregation-mode",
+            "prefill",
+            "--disaggregation-bootstrap-port",
+            str(self.bootstrap_port),
+        ]
         super().__init__(model, [*flags, *args], **options)  # type: ignore[arg-type]
 
 
@@ -89,7 +94,8 @@ class Cluster:
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
         self.prefills = [
-            PrefillServer(model, prefill_args, **options(_name("prefill", i, prefills))) for i in range(prefills)
+            PrefillServer(model, prefill_args, **options(_name("prefill", i, prefills)))
+            for i in range(prefills)
         ]
         self.decodes = [
             DecodeServer(model, decode_args, module=decode_module, **options(_name("decode", i, decodes)))

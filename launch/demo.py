@@ -218,7 +218,9 @@ def main() -> int:
         console.print(f"[red]{error}", highlight=False)
         return 1
     except (RuntimeError, httpx.HTTPError) as error:
-        console.print(f"[red]the request failed: {error}\nthe servers' logs: {WORK / 'logs'}", highlight=False)
+        console.print(
+            f"[red]the request failed: {error}\nthe servers' logs: {WORK / 'logs'}", highlight=False
+        )
         return 1
     except KeyboardInterrupt:
         console.print("\nstopping")

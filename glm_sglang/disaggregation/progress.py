@@ -17,10 +17,10 @@ WAITING_PAUSE_S = 0.001
 
 
 def agent_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around nixl_agent.__init__. UPSTREAM: it sets the native config's pthrDelay to 0, which spins (measured: a full core)."""
-    import nixl_cu13._api as api
+    """Around nixl_agent.__init__. UPSTREAM: it sets pthrDelay to 0: a thread that spins."""
+    import nixl_cu13._bindings as bindings
 
-    native = api.nixlBind.nixlAgentConfig
+    native = bindings.nixlAgentConfig
 
     class PausingConfig(native):  # type: ignore[misc, valid-type]
         """The native agent configuration, with a floor under the progress thread's pause."""
@@ -33,11 +33,11 @@ def agent_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
         def pthrDelay(self, value: int) -> None:
             native.pthrDelay.__set__(self, max(value, PROGRESS_PAUSE_US))
 
-    api.nixlBind.nixlAgentConfig = PausingConfig
+    bindings.nixlAgentConfig = PausingConfig
     try:
         original(self, *args, **kwargs)
     finally:
-        api.nixlBind.nixlAgentConfig = native
+        bindings.nixlAgentConfig = native
 
 
 def pause_while_waiting(result: None, scheduler: Any) -> None:

@@ -76,7 +76,9 @@ class ReferenceMlaBackend(AttentionBackend):  # type: ignore[misc]
         """Splits the batch once a pass; the indexer reads the same split."""
         rows = forward_batch.input_ids.shape[0] if forward_batch.input_ids is not None else 0
         self.sequences: list[Sequence] = (
-            [] if forward_batch.forward_mode.is_idle() else list(sequences(forward_batch, self.req_to_token, rows))
+            []
+            if forward_batch.forward_mode.is_idle()
+            else list(sequences(forward_batch, self.req_to_token, rows))
         )
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:

@@ -100,8 +100,13 @@ class ReferenceFp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
             return cls(data=data, input_dim=1, output_dim=0, weight_loader=extra["weight_loader"])
 
         rows = sum(output_partition_sizes)
-        layer.register_parameter("weight", parameter(ModelWeightParameter, rows, input_size_per_partition, params_dtype))
-        rows, columns = sum(-(-n // BLOCK) for n in output_partition_sizes), -(-input_size_per_partition // BLOCK)
+        layer.register_parameter(
+            "weight", parameter(ModelWeightParameter, rows, input_size_per_partition, params_dtype)
+        )
+        rows, columns = (
+            sum(-(-n // BLOCK) for n in output_partition_sizes),
+            -(-input_size_per_partition // BLOCK),
+        )
         layer.register_parameter(
             "weight_scale_inv", parameter(BlockQuantScaleParameter, rows, columns, torch.float32)
         )

@@ -38,7 +38,9 @@ class ReferenceIndexKeyCache(IndexKeyCache):  # type: ignore[misc]
 
     def __init__(self, pool: Any, index_buf_size: int) -> None:
         if pool.index_kpool != 1:
-            raise ValueError(f"index_kpool {pool.index_kpool} does not run on the reference platform; GLM-5.x has 1")
+            raise ValueError(
+                f"index_kpool {pool.index_kpool} does not run on the reference platform; GLM-5.x has 1"
+            )
         self.exact = index_keys_mode() == "exact"
         #: bytes of one row's key, and of its scale
         self.key_bytes = pool.index_head_dim * (pool.dtype.itemsize if self.exact else 1)
@@ -49,7 +51,7 @@ class ReferenceIndexKeyCache(IndexKeyCache):  # type: ignore[misc]
         return num_pages, self.pool.page_size * (self.key_bytes + self.scale_bytes)
 
     def _views(self, layer_id: int) -> list[torch.Tensor]:
-        """Keys [pages, page_size, values], then, in the GPU's layout, scales [pages, page_size, 1] fp32; over the buffer."""
+        """Keys [pages, page_size, values], then, in the GPU's layout, scales [pages, page_size, 1] fp32; no copies."""
         buffer = self.get_local_buffer(layer_id)
         page = self.pool.page_size
         split = page * self.key_bytes
@@ -79,10 +81,13 @@ class ReferenceIndexKeyCache(IndexKeyCache):  # type: ignore[misc]
             if self.buffer[layer].shape[0] == 0:
                 continue
             for view in self._views(layer + self.pool.start_layer):
-                view[tgt_loc // page_size, tgt_loc % page_size] = view[src_loc // page_size, src_loc % page_size]
+                view[tgt_loc // page_size, tgt_loc % page_size] = view[
+                    src_loc // page_size, src_loc % page_size
+                ]
 
     def _pages(self, slots: torch.Tensor) -> torch.Tensor:
-        return slots[:: self.pool.page_size] // self.pool.page_size
+        page_size: int = self.pool.page_size
+        return slots[::page_size] // page_size
 
     def cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """Copies of the whole pages that slots `indices` fill, a tensor a layer (no rows for a shared layer)."""

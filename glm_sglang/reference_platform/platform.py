@@ -25,7 +25,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
     device_name = "glm-reference"
     device_type = "cpu"
-    supported_quantization = ["fp8"]
+    supported_quantization = ["fp8"]  # noqa: RUF012 (a class attribute of SRTPlatform)
     capabilities = PlatformCapabilities()
 
     def __init__(self) -> None:

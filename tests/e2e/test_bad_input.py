@@ -24,7 +24,11 @@ def message(**more: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     # name: path, request, a word that the answer must have
     "empty prompt": ("/generate", {"json": {"text": "", "sampling_params": {"max_new_tokens": 4}}}, "empty"),
-    "no tokens": ("/generate", {"json": {"input_ids": [], "sampling_params": {"max_new_tokens": 4}}}, "empty"),
+    "no tokens": (
+        "/generate",
+        {"json": {"input_ids": [], "sampling_params": {"max_new_tokens": 4}}},
+        "empty",
+    ),
     "prompt over the limit": ("/generate", {"json": {"input_ids": [65] * (CONTEXT + 9)}}, str(CONTEXT)),
     "malformed JSON": (CHAT, {"content": b'{"model": "x", "messages": ['}, "JSON"),
     "no messages": (CHAT, {"json": {"model": "x"}}, "messages"),

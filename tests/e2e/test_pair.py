@@ -63,6 +63,9 @@ def test_many_at_once_answer_as_alone(pair: Pair, expected: Any) -> None:
     """Eight prompts in one batch: nobody gets another's answer."""
     router = pair.router((0, 1), (0,))
     prompts = [prompt(40 + 37 * i, 200 + i) for i in range(8)]
-    body = {"input_ids": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}}
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+    }
     answers = httpx.post(f"{router.url}/generate", json=body, timeout=240, trust_env=False).json()
     assert [a["output_ids"] for a in answers] == [expected.greedy(ids, 6) for ids in prompts]

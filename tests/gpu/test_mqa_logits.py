@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from glm_kernels.mqa_logits import deep_gemm_025, reference
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +48,14 @@ def test_paged(lengths: list[int]) -> None:
     context = torch.tensor(lengths, device="cuda", dtype=torch.int32)[:, None]
     schedule = deep_gemm.get_paged_mqa_logits_metadata(context, PAGE, deep_gemm.get_num_sms())
     got = deep_gemm_025.fp8_paged_mqa_logits(
-        q, cache.view(-1, PAGE, 1, DIM + 4), weights, context, table, schedule, pages * PAGE, clean_logits=False
+        q,
+        cache.view(-1, PAGE, 1, DIM + 4),
+        weights,
+        context,
+        table,
+        schedule,
+        pages * PAGE,
+        clean_logits=False,
     )
     keys, scales = reference.unpack_pages(cache)
     for i, length in enumerate(lengths):

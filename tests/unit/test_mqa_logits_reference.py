@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from glm_kernels.mqa_logits import deep_gemm_025, reference
 
 

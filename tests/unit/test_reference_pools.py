@@ -19,7 +19,9 @@ def test_grouped_experts_by_definition() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(11, 8, generator=generator)
     w13, w2 = torch.randn(5, 12, 8, generator=generator), torch.randn(5, 8, 6, generator=generator)
-    ids = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(11)]) - 1  # −1 … 5; 5 is not here
+    ids = (
+        torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(11)]) - 1
+    )  # −1 … 5; 5 is not here
     weights = torch.rand(11, 3, generator=generator)
     expected = torch.zeros(11, 8, dtype=torch.float64)
     for token in range(11):
@@ -34,7 +36,11 @@ def test_grouped_experts_by_definition() -> None:
 
 def test_no_tokens() -> None:
     out = grouped_experts(
-        torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), torch.ones(2, 4, 8), torch.ones(2, 8, 2)
+        torch.empty(0, 8),
+        torch.empty(0, 2, dtype=torch.int32),
+        torch.empty(0, 2),
+        torch.ones(2, 4, 8),
+        torch.ones(2, 8, 2),
     )
     assert out.shape == (0, 8)
 
@@ -54,7 +60,9 @@ def test_other_block_sizes_are_refused_by_name() -> None:
         block_fp8.ReferenceFp8Config.from_config({"weight_block_size": [64, 64]})
 
 
-def cache(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> index_keys.ReferenceIndexKeyCache:
+def cache(
+    mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> index_keys.ReferenceIndexKeyCache:
     """A cache of 4 pages and 3 layers, the middle one shared."""
     from contextlib import nullcontext
 

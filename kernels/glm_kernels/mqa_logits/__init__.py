@@ -1,1 +1,1 @@
-"""Scores of the DSA indexer: DeepGEMM's kernels under the calls that SGLang makes, and the exact reference beside them."""
+"""Scores of the DSA indexer: DeepGEMM's kernels under SGLang's calls, and the exact reference beside them."""

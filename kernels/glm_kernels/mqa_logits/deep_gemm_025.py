@@ -13,7 +13,9 @@ import torch
 
 def _refuse_cleaning(clean_logits: bool) -> None:
     if clean_logits:
-        raise ValueError("clean_logits=True: sgl-deep-gemm 0.2.5 does not fill logits outside a row's range; pass False")
+        raise ValueError(
+            "clean_logits=True: sgl-deep-gemm 0.2.5 does not fill logits outside a row's range; pass False"
+        )
 
 
 def fp8_mqa_logits(

@@ -27,7 +27,9 @@ def ragged(
     return logits.masked_fill_(outside, float("-inf"))
 
 
-def unpack_pages(cache: torch.Tensor, page_size: int = 64, dim: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_pages(
+    cache: torch.Tensor, page_size: int = 64, dim: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cache [pages, page_size · (dim + 4)] uint8 → E4M3 keys [pages · page_size, dim], fp32 scales [pages · page_size].
 
     A page holds its keys, then its scales.
