@@ -1,7 +1,7 @@
 """Threads that spin upstream, made to yield where prefill, decode and router share a few cores.
 
-On a GPU node a spinning thread costs a core of many and buys microseconds. On the reference platform the same thread takes
-the core that computes the model.
+On a GPU node a spinning thread costs a core of many and buys microseconds. On the reference platform it takes the core
+that computes the model.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 
 from glm_sglang.reference_platform.defaults import ATTENTION_BACKEND
@@ -26,6 +28,31 @@ def model_adjustments(original: Callable[[Any], None], server_args: Any) -> None
     """Around handle_model_specific_adjustments. UPSTREAM: it reads the CUDA capability of DSA models unguarded."""
     with _no_device_capability():
         original(server_args)
+
+
+def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Around the resolution step handle_cpu_backends: MLA + DSA models attend with this room's backend.
+
+    UPSTREAM: for device cpu that step names intel_amx, whose kernels are in no registry's package. Other models get
+    torch_native. An explicit --attention-backend stays.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    chosen = view.attention_backend
+    previous(server_args)
+    if chosen is None and view.device == "cpu":
+        backend = ATTENTION_BACKEND if _is_glm(view.model_path) else "torch_native"
+        declare_resolution(server_args, "glm_sglang.reference_platform", attention_backend=backend)
+
+
+def _is_glm(model_path: str) -> bool:
+    """Whether a local checkpoint is a GlmMoeDsaForCausalLM."""
+    try:
+        config = orjson.loads((Path(model_path) / "config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return False
+    return "GlmMoeDsaForCausalLM" in config.get("architectures", ())
 
 
 def kv_cache_dtype(view: Any) -> dict[str, Any]:
@@ -50,6 +77,20 @@ def rope_wrapper(original: Callable[..., Any], *args: Any, device: str | None = 
 def indexer_precision(result: Any, self: Any, *_: Any, **__: Any) -> None:
     """After Indexer.__init__: head weights in the model's dtype. UPSTREAM: weights_proj is bf16 whatever the model is."""
     self.weights_proj.weight.data = self.weights_proj.weight.data.to(torch.get_default_dtype())
+
+
+def register_resolution() -> None:
+    """Puts `choose_backend` into SGLang's argument resolution."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook("handle_cpu_backends")(choose_backend)
+
+
+def resolution_registered() -> bool:
+    """Whether `register_resolution` is in effect."""
+    from sglang.srt.arg_groups.resolution_hooks import _HOOKS
+
+    return choose_backend in _HOOKS.get("handle_cpu_backends", ())
 
 
 def register_backend() -> None:

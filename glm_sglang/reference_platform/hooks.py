@@ -66,6 +66,14 @@ HOOKS: tuple[Hook, ...] = (
 
 REGISTRATIONS: tuple[Registration, ...] = (
     Registration(
+        function=f"{_ROOM}.adjustments:register_resolution",
+        verify=f"{_ROOM}.adjustments:resolution_registered",
+        why="a stock launcher gets no flags from us, and for device cpu SGLang picks a backend that cannot serve GLM-5.x",
+        also=("sglang.srt.arg_groups.platform_hook.handle_cpu_backends",),
+        platform="reference",
+        scope="installed",
+    ),
+    Registration(
         function=f"{_ROOM}.adjustments:register_backend",
         verify=f"{_ROOM}.adjustments:backend_registered",
         why="the attention backend, the indexer and the experts of the reference platform",

@@ -35,7 +35,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fills what the user left open; a switch has no third state, so one that is off counts as open."""
         for name, value in defaults.server_args_defaults().items():
-            if getattr(server_args, name) in (None, False):
+            if name != "attention_backend" and getattr(server_args, name) in (None, False):
                 setattr(server_args, name, value)
 
     def get_default_attention_backend(self) -> str:

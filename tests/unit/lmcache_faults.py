@@ -51,8 +51,8 @@ def run(scenario: Callable[..., Any], *args: Any, repaired: bool, seconds: float
         try:
             outcome, value = ours.recv()
         except EOFError:
-            process.join(5)
-            raise AssertionError(f"{scenario.__name__} ended its process with {process.exitcode}") from None
+            process.join(60)
+            return f"exit code {process.exitcode}"
     finally:
         process.kill()
         process.join()
