@@ -48,8 +48,10 @@ def fill(request: Request, platform: PlatformName) -> list[Filled]:
     if request.get("disaggregation_mode", "null") == "prefill":
         wanted.update({filled.field: filled for filled in prefill_defaults(request)})
     if platform == "reference":
-        from glm_sglang.reference_platform.defaults import server_args_defaults
+        from glm_sglang.reference_platform.defaults import exact_dtype, server_args_defaults
 
         for name, value in server_args_defaults().items():
             wanted[name] = Filled(name, value, "the reference platform")
+        if exact := exact_dtype(str(request.get("model_path", ""))):
+            wanted["dtype"] = Filled("dtype", exact, "the checkpoint's own; SGLang's auto would take float16")
     return [filled for name, filled in wanted.items() if name not in request.given]

@@ -195,7 +195,7 @@ def keep(cluster: Cluster) -> None:
 
 
 def main() -> int:
-    # SIGTERM ends the demo as Ctrl-C does, and Ctrl-C also where a shell started it with SIGINT ignored: through `finally`,
+    # SIGTERM ends the demo as Ctrl-C does, and Ctrl-C also where a shell ignored SIGINT: through `finally`,
     # which leaves no process behind.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 
-from glm_sglang.reference_platform.defaults import ATTENTION_BACKEND
+from glm_sglang.reference_platform.defaults import ATTENTION_BACKEND, checkpoint_config
 
 
 @contextmanager
@@ -42,17 +40,9 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
     chosen = view.attention_backend
     previous(server_args)
     if chosen is None and view.device == "cpu":
-        backend = ATTENTION_BACKEND if _is_glm(view.model_path) else "torch_native"
+        architectures = checkpoint_config(view.model_path).get("architectures", ())
+        backend = ATTENTION_BACKEND if "GlmMoeDsaForCausalLM" in architectures else "torch_native"
         declare_resolution(server_args, "glm_sglang.reference_platform", attention_backend=backend)
-
-
-def _is_glm(model_path: str) -> bool:
-    """Whether a local checkpoint is a GlmMoeDsaForCausalLM."""
-    try:
-        config = orjson.loads((Path(model_path) / "config.json").read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return False
-    return "GlmMoeDsaForCausalLM" in config.get("architectures", ())
 
 
 def kv_cache_dtype(view: Any) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""What a server on this platform runs with where the user gave no flag. Imports nothing, so that `--help` stays fast."""
+"""What a server on this platform runs with where the user gave no flag. Imports nothing heavy, so that `--help` stays fast."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 ATTENTION_BACKEND = "glm_reference"
@@ -20,3 +22,21 @@ def server_args_defaults() -> dict[str, Any]:
         "chunked_prefill_size": 2048,
         "sleep_on_idle": True,
     }
+
+
+def checkpoint_config(model_path: str) -> dict[str, Any]:
+    """config.json of a local checkpoint; empty where there is none to read."""
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def exact_dtype(model_path: str) -> str | None:
+    """`float32` for a float32 checkpoint, else None: SGLang's choice stands.
+
+    UPSTREAM: model_config._get_and_verify_dtype turns `auto` into float16 for such a checkpoint.
+    """
+    config = checkpoint_config(model_path)
+    return "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else None

@@ -37,6 +37,8 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         for name, value in defaults.server_args_defaults().items():
             if name != "attention_backend" and getattr(server_args, name) in (None, False):
                 setattr(server_args, name, value)
+        if server_args.dtype == "auto" and (exact := defaults.exact_dtype(server_args.model_path)):
+            server_args.dtype = exact
 
     def get_default_attention_backend(self) -> str:
         return defaults.ATTENTION_BACKEND

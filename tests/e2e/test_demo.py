@@ -73,8 +73,8 @@ def test_ctrl_c_leaves_no_process(demo: tuple[subprocess.Popen[bytes], Path]) ->
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=90) == 130, output.read_text()
     assert [member for group in groups for member in group_members(group)] == []
+    line = next(line for line in output.read_text().splitlines() if line.startswith("curl "))
     with pytest.raises(httpx.ConnectError):
-        line = next(line for line in output.read_text().splitlines() if line.startswith("curl "))
         httpx.get(line.split()[1], trust_env=False)
 
 

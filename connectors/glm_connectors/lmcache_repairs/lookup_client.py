@@ -6,22 +6,20 @@ why       Upstream sleeps 10 ms in every lookup, and again in `lookup_cache` whi
           of that id. A rank that is gone costs every lookup the whole timeout, and blocks the scheduler in
           `send` once its queue is full. An expired lookup that is asked again raises KeyError in the
           scheduler.
-how       One condition variable, notified when a lookup is complete. Every attempt has a number, every reply
-          its rank. A rank that misses a deadline is down: lookups are misses at once until it answers a
-          probe or anything else.
+how       The scheduler reads the replies to its question itself, for one back-off time at most; what comes
+          later is the reply thread's, which notifies it when a lookup is complete. Every attempt has a
+          number, every reply its rank. A rank that misses a deadline is down: lookups are misses at once
+          until it answers a probe or anything else.
 upstream  LMCache pull request 6003 (the wake-up; the rest is ours), issue 4759 (a lost reply)
 delete    with the pin on 0.5.6: LMCache 0.5.7 has no lookup_client
 """
 
 from __future__ import annotations
 
-import enum
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -29,127 +27,13 @@ import zmq
 from glm_connectors.lmcache_repairs.contract import Symbol
 from glm_connectors.lmcache_repairs.counters import COUNTERS
 from glm_connectors.lmcache_repairs.grafting import replace
-from glm_connectors.lmcache_repairs.lookup_wire import (
-    LookupCleanup,
-    LookupReply,
-    decode_to_scheduler,
-    encode,
-    request,
-)
+from glm_connectors.lmcache_repairs.lookup_table import PROBE_ID, Lookup, LookupTable, Rank, State
+from glm_connectors.lmcache_repairs.lookup_wire import LookupCleanup, decode_to_scheduler, encode, request
 
 logger = logging.getLogger(__name__)
 
-# Seconds between probes of a rank that is down: doubled from the first to the last.
-PROBE_FIRST, PROBE_LAST = 0.5, 10.0
-_PROBE = "glm-lookup-probe"
 _NEVER = -1  # as a zmq time-out
 _NOT_FOUND = -1  # UPSTREAM: LookupClientInterface.lookup_cache
-
-
-class State(enum.Enum):
-    """A lookup is WAITING until it has a result: HIT from all ranks, or a MISS without some of them."""
-
-    WAITING = enum.auto()
-    HIT = enum.auto()
-    MISS = enum.auto()
-
-
-@dataclass
-class Lookup:
-    """One attempt at one lookup id. `tokens` is valid once it is not WAITING."""
-
-    lookup_id: str
-    attempt: int
-    deadline: float
-    state: State = State.WAITING
-    tokens: int = 0
-    replies: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class Rank:
-    """A lookup server. Its socket is used under the client's send lock only."""
-
-    number: int
-    socket: zmq.Socket[bytes]
-    down: bool = False
-    probe_at: float = 0.0
-    probe_pause: float = PROBE_FIRST
-
-
-class LookupTable:
-    """State of all lookups and ranks. `lock` guards it; it is never held while sending or waiting."""
-
-    def __init__(self, ranks: Sequence[Rank], timeout: float) -> None:
-        self.lock = threading.Condition()
-        self.ranks = {rank.number: rank for rank in ranks}
-        self.timeout = timeout
-        self.lookups: dict[str, Lookup] = {}
-        self.settled = 0  # lookups that got their result, ever
-        self._attempts = itertools.count(1)
-
-    def gauges(self) -> Mapping[str, int]:
-        return {"dead_ranks": sum(rank.down for rank in self.ranks.values())}
-
-    def open(self, lookup_id: str, now: float) -> Lookup:
-        """A new attempt; at once a MISS while a rank is down, since the answer is the minimum over all of
-        them.
-        """
-        lookup = Lookup(lookup_id, next(self._attempts), now + self.timeout)
-        if any(rank.down for rank in self.ranks.values()):
-            lookup.state = State.MISS
-            COUNTERS.add("lookups_without_rank")
-        self.lookups[lookup_id] = lookup
-        return lookup
-
-    def reply(self, reply: LookupReply) -> bool:
-        """Counts a reply in.
-
-        True where nobody waits for it any more, so that its rank must release what it loaded.
-        """
-        rank = self.ranks[reply.rank]
-        if rank.down:
-            rank.down, rank.probe_pause = False, PROBE_FIRST
-            logger.warning("lookup rank %d answers again", rank.number)
-        if reply.lookup_id == _PROBE:
-            return False
-        lookup = self.lookups.get(reply.lookup_id)
-        if lookup is None or lookup.attempt != reply.attempt or lookup.state is not State.WAITING:
-            COUNTERS.add("late_replies")
-            return True
-        lookup.replies[reply.rank] = reply.num_hit_tokens
-        if len(lookup.replies) == len(self.ranks):
-            lookup.tokens = min(lookup.replies.values())
-            self._settle(lookup, State.HIT)
-        return False
-
-    def expire(self, lookup: Lookup, now: float) -> list[int]:
-        """The deadline has passed: a MISS, and the silent ranks are down. Returns the ranks that have loaded
-        for it.
-        """
-        silent = [rank for rank in self.ranks.values() if rank.number not in lookup.replies]
-        for rank in silent:
-            self.mark_down(rank, now)
-        COUNTERS.add("lookups_expired")
-        logger.warning(
-            "lookup %s: no answer from ranks %s within %.3f s (lookup_timeout_ms), a miss",
-            lookup.lookup_id,
-            [rank.number for rank in silent],
-            self.timeout,
-        )
-        self._settle(lookup, State.MISS)
-        return list(lookup.replies)
-
-    def mark_down(self, rank: Rank, now: float) -> None:
-        """Stops asking `rank`; the reply thread probes it from now on."""
-        if not rank.down:
-            rank.down, rank.probe_at = True, now
-            logger.error("lookup rank %d is down: lookups are misses until it answers", rank.number)
-
-    def _settle(self, lookup: Lookup, state: State) -> None:
-        lookup.state = state
-        self.settled += 1
-        self.lock.notify_all()
 
 
 class RepairedLookupClient:
@@ -184,7 +68,7 @@ class RepairedLookupClient:
         here = path("lookup_scheduler", 0)
         self.push_sockets = [rank.socket for rank in ranks]
         self.pull_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PULL, "bind")
-        # Wakes the reply thread, which owns the pull socket: an empty frame means "look at what has changed".
+        # Wakes whoever reads the pull socket: an empty frame means "look at what has changed".
         self._kick_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PUSH, "connect")
         database = SegmentTokenDatabase if config.enable_blending else ChunkedTokenDatabase
         self.token_database = database(config, metadata)
@@ -193,6 +77,11 @@ class RepairedLookupClient:
         COUNTERS.watch(self._table)
         self._send_lock = threading.Lock()
         self._patience, self._patient_since = self.lookup_backoff_time, time.monotonic()
+        # Whoever holds the baton owns the pull socket: the scheduler while it waits for its own question, else
+        # the reply thread, which `_handed` tells that there is something to read.
+        self._baton = threading.Lock()
+        self._handed = threading.Event()
+        self._read_timeout = _NEVER
         self.running = True
         self.thread = threading.Thread(
             target=self.process_responses_from_workers, daemon=True, name="async-lookup-client-thread"
@@ -251,7 +140,6 @@ class RepairedLookupClient:
                     table.mark_down(rank, time.monotonic())
                 loaded = table.expire(lookup, time.monotonic()) if lookup.state is State.WAITING else []
             self._release(lookup, loaded)
-            self._kick()
         return self._result(lookup)
 
     def clear_lookup_status(self, lookup_id: str) -> None:
@@ -271,7 +159,7 @@ class RepairedLookupClient:
         stays.
         """
         self.running = False
-        self._kick()
+        self._hand_over()
         self.thread.join(timeout=1.0)
         with self._send_lock:
             for socket in (*self.push_sockets, self._kick_socket):
@@ -279,26 +167,41 @@ class RepairedLookupClient:
 
     def _result(self, lookup: Lookup) -> int | None:
         table = self._table
+        now = time.monotonic()
+        # Waiting is paid from a purse of one back-off time, which fills while we don't wait: a scheduler pass
+        # over many lookups waits once, not once for each.
+        purse = min(self.lookup_backoff_time, self._patience + now - self._patient_since)
+        pause = min(purse, lookup.deadline - now)
+        if lookup.state is State.WAITING and pause > 0:
+            self._wait(lookup, now + pause)
+            began, now = now, time.monotonic()
+            self._patience, self._patient_since = purse - (now - began), now
+        loaded: list[int] = []
         with table.lock:
-            now = time.monotonic()
-            # Waiting is paid from a purse of one back-off time, which fills while we don't wait: a scheduler
-            # pass over many lookups waits once, not once for each.
-            purse = min(self.lookup_backoff_time, self._patience + now - self._patient_since)
-            pause = min(purse, lookup.deadline - now)
-            if lookup.state is State.WAITING and pause > 0:
-                # Any lookup's result ends the wait: the scheduler has work then. The lock is free meanwhile.
-                settled = table.settled
-                table.lock.wait_for(lambda: table.settled != settled, pause)
-                began, now = now, time.monotonic()
-                self._patience, self._patient_since = purse - (now - began), now
-            if lookup.state is not State.WAITING:
-                return lookup.tokens
-            if now < lookup.deadline:
-                return None
-            loaded = table.expire(lookup, now)
+            if lookup.state is State.WAITING and now >= lookup.deadline:
+                loaded = table.expire(lookup, now)
+            settled, quiet = lookup.state is not State.WAITING, table.quiet()
+        if not quiet:
+            self._hand_over()
         self._release(lookup, loaded)
-        self._kick()
-        return lookup.tokens
+        return lookup.tokens if settled else None
+
+    def _wait(self, lookup: Lookup, until: float) -> None:
+        """Until `lookup` has its result or the time is up; another lookup's result may end it too."""
+        table = self._table
+        if self._baton.acquire(blocking=False):
+            try:
+                while lookup.state is State.WAITING and (rest := until - time.monotonic()) > 0:
+                    self._read(int(1000 * rest) + 1)
+            finally:
+                self._baton.release()
+            return
+        with table.lock:
+            settled = table.settled
+            table.lock.wait_for(
+                lambda: lookup.state is not State.WAITING or table.settled != settled,
+                until - time.monotonic(),
+            )
 
     # -- either thread ---------------------------------------------------------------------------------------
 
@@ -315,31 +218,22 @@ class RepairedLookupClient:
         for rank in ranks:
             self._send(rank, encode(LookupCleanup(lookup.lookup_id, lookup.attempt)))
 
-    def _kick(self) -> None:
-        with self._send_lock:
-            self._kick_socket.send(b"")
+    def _hand_over(self) -> None:
+        """Has the reply thread look: it starts to read, or reads on with another time-out."""
+        if self._handed.is_set():
+            with self._send_lock:
+                self._kick_socket.send(b"")
+        self._handed.set()
 
-    # -- the reply thread ------------------------------------------------------------------------------------
-
-    def process_responses_from_workers(self) -> None:
-        """Counts replies in and probes the ranks that are down.
-
-        Sole user of the pull socket, which it closes.
-        """
-        pause = _NEVER
-        while self.running:
-            try:
-                if (due := self._probe()) != pause:
-                    pause = due
-                    self.pull_socket.setsockopt(zmq.RCVTIMEO, pause)
-                self._receive(self.pull_socket.recv())
-            except zmq.Again:
-                continue
-            except Exception:
-                logger.exception("a lookup reply could not be read")
-        self.pull_socket.close(linger=0)
-
-    def _receive(self, frame: bytes) -> None:
+    def _read(self, milliseconds: int) -> None:
+        """Counts in one reply, if there is one in time. The caller holds the baton."""
+        if milliseconds != self._read_timeout:
+            self._read_timeout = milliseconds
+            self.pull_socket.setsockopt(zmq.RCVTIMEO, milliseconds)
+        try:
+            frame = self.pull_socket.recv()
+        except zmq.Again:
+            return
         if not frame:
             return
         reply = decode_to_scheduler(frame)
@@ -357,23 +251,36 @@ class RepairedLookupClient:
         if late:
             self._send(reply.rank, encode(LookupCleanup(reply.lookup_id, reply.attempt)))
 
+    # -- the reply thread ------------------------------------------------------------------------------------
+
+    def process_responses_from_workers(self) -> None:
+        """Reads what the scheduler does not wait for, and probes the ranks that are down; else it sleeps."""
+        while self.running:
+            self._handed.wait()
+            with self._baton:
+                while self.running:
+                    try:
+                        self._read(self._probe())
+                    except Exception:
+                        logger.exception("a lookup reply could not be read")
+                    with self._table.lock:
+                        if self._table.quiet():
+                            self._handed.clear()
+                            break
+        with self._baton:
+            self.pull_socket.close(linger=0)
+
     def _probe(self) -> int:
         """Probes every rank whose time has come; milliseconds until the next one, _NEVER with all up."""
-        if not any(rank.down for rank in self._table.ranks.values()):
-            return _NEVER
         now = time.monotonic()
         with self._table.lock:
-            down = [rank for rank in self._table.ranks.values() if rank.down]
-            due = [rank for rank in down if rank.probe_at <= now]
-            for rank in due:
-                rank.probe_at = now + rank.probe_pause
-                rank.probe_pause = min(2 * rank.probe_pause, PROBE_LAST)
+            due, following = self._table.due_probes(now)
         for rank in due:
             # No chunks: the rank's tiers are asked for nothing, which they answer with a miss if they answer
             # at all.
             COUNTERS.add("rank_probes")
-            self._send(rank.number, encode(request(_PROBE, [], [], None, 0)))
-        return int(1000 * (min(rank.probe_at for rank in down) - now)) + 1 if down else _NEVER
+            self._send(rank.number, encode(request(PROBE_ID, [], [], None, 0)))
+        return _NEVER if following is None else int(1000 * (following - now)) + 1
 
 
 MODULE = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
