@@ -1,4 +1,4 @@
-"""What a server on this platform runs with where the user gave no flag. Imports nothing heavy, so that `--help` stays fast."""
+"""What a server on this platform runs with where the user gave no flag. Imports nothing heavy: `--help` stays fast."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from glm_kernels.mqa_logits import deep_gemm_025, reference
+from glm_kernels.mqa_logits import deep_gemm_025, expand, reference
 
 pytestmark = pytest.mark.gpu
 HEADS, DIM, PAGE = 32, 128, 64
@@ -63,6 +63,19 @@ def test_paged(lengths: list[int]) -> None:
         start, end = torch.zeros(1, device="cuda").int(), torch.full((1,), length, device="cuda").int()
         expected = reference.ragged(q[i], keys[slots], scales[slots], weights[i : i + 1], start, end)
         assert calc_diff(got[i : i + 1, :length], expected) < 1e-5
+
+
+@pytest.mark.parametrize("keys", [1, 100, 2048, 2049, 20000])
+def test_expanding_moves_exactly_the_ranges(keys: int) -> None:
+    rows = 300
+    ends = torch.randint(0, keys + 1, (rows,), device="cuda").int()
+    starts = (ends * torch.rand(rows, device="cuda")).int()
+    starts[::3] = 0
+    logits = torch.randn(rows, keys, device="cuda")
+    expected = expand.expand_reference(logits, starts, ends)
+    got = expand.expand_(logits.clone(), starts, ends)
+    inside = expected > float("-inf")
+    assert torch.equal(got[inside], expected[inside])
 
 
 def test_cleaning_is_refused() -> None:

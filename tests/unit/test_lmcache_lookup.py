@@ -14,6 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from glm_connectors.lmcache_repairs import lookup_wire
+from hypothesis import given
+from hypothesis import strategies as st
 from lmcache_faults import HUNG, counters, patience, run
 
 CHUNK = 256
@@ -141,49 +144,67 @@ def test_the_last_reply_wakes_the_waiter_and_nothing_sleeps() -> None:
     assert run(one_lookup_and_a_slow_one, repaired=True) == ([512, 512], [])
 
 
-def lock_while_the_scheduler_waits() -> tuple[bool, Any]:
-    """Whether the table's lock can be taken during a wait, and the wait's result."""
+class Socket:
+    """Stands between a client and its pull socket: tells when it is read, and with what time-out."""
+
+    def __init__(self, client: Any) -> None:
+        self._inner = client.pull_socket
+        self.reading = threading.Event()
+        self.timeouts: list[int] = []
+        client.pull_socket = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def setsockopt(self, option: int, value: int) -> None:
+        self.timeouts.append(value)
+        self._inner.setsockopt(option, value)
+
+    def recv(self) -> Any:
+        self.reading.set()
+        return self._inner.recv()
+
+
+def lock_while_the_scheduler_waits(reader: str) -> tuple[bool, Any]:
+    """Whether the table's lock can be taken during a wait, and the wait's result; who reads the replies
+    meanwhile.
+    """
     engine = Engine(answers=False)
-    bench = Bench(engine, timeout_ms=60_000, lookup_backoff_time=60.0)
-    condition = bench.client._table.lock
-    waiting = threading.Event()
-    wait = condition.wait
-
-    def tell(timeout: float | None = None) -> bool:
-        waiting.set()
-        return bool(wait(timeout))
-
-    condition.wait = tell
+    bench = Bench(engine, timeout_ms=60_000, lookup_backoff_time=60.0 if reader == "scheduler" else 0.001)
+    table = bench.client._table
+    waiting = Socket(bench.client).reading
+    if reader == "reply thread":
+        assert bench.ask("a") is None
+        bench.client.lookup_backoff_time = 60.0
+        bench.client._patience, bench.client._patient_since = 60.0, 0.0
+        wait, waiting = table.lock.wait, threading.Event()
+        table.lock.wait = lambda timeout=None: (waiting.set(), wait(timeout))[1]
+    ask = bench.ask if reader == "scheduler" else bench.client.lookup_cache
     results: list[Any] = []
-    scheduler = threading.Thread(target=lambda: results.append(bench.ask("a")))
+    scheduler = threading.Thread(target=lambda: results.append(ask("a")))
     scheduler.start()
     assert waiting.wait(30)
-    free = condition.acquire(timeout=30)
-    condition.release()
+    free = table.lock.acquire(timeout=30)
+    table.lock.release()
     assert engine.asked.acquire(timeout=30)
     engine.reply("a")
     scheduler.join(30)
     return free, results[0]
 
 
-def test_no_lock_is_held_while_the_scheduler_waits() -> None:
-    assert run(lock_while_the_scheduler_waits, repaired=True) == (True, len(TOKENS))
+@pytest.mark.parametrize("reader", ["scheduler", "reply thread"])
+def test_no_lock_is_held_while_the_scheduler_waits(reader: str) -> None:
+    assert run(lock_while_the_scheduler_waits, reader, repaired=True) == (True, len(TOKENS))
 
 
 def waits_of_a_pass_over_many_lookups() -> float:
     """Seconds that the scheduler asked to wait in one pass over 50 pending lookups."""
     bench = Bench(Engine(answers=False), timeout_ms=60_000, lookup_backoff_time=0.05)
     asked: list[float] = []
-    condition = bench.client._table.lock
-    wait = condition.wait
-
-    def record(timeout: float | None = None) -> bool:
-        asked.append(timeout or 0.0)
-        return bool(wait(timeout))
-
-    condition.wait = record
+    wait = bench.client._wait
+    bench.client._wait = lambda lookup, until: (asked.append(until - time.monotonic()), wait(lookup, until))
     for number in range(50):
-        bench.client.lookup_hashes([1], [CHUNK], f"r{number}")
+        assert bench.client.lookup_hashes([1], [CHUNK], f"r{number}") is None
     return sum(asked)
 
 
@@ -191,6 +212,26 @@ def test_a_pass_over_many_lookups_waits_once_and_not_once_for_each() -> None:
     # The purse is one back-off time, and fills only while the scheduler does something else. Each for
     # itself: 2.5 s.
     assert run(waits_of_a_pass_over_many_lookups, repaired=True) < 1.0
+
+
+def replies_after_the_scheduler_left() -> tuple[Any, bool]:
+    """A lookup whose reply comes when nobody waits: the next ask finds it; then the reply thread sleeps
+    again.
+    """
+    engine = Engine(answers=False)
+    bench = Bench(engine, timeout_ms=60_000, lookup_backoff_time=0.001)
+    assert bench.ask("a") is None
+    assert engine.asked.acquire(timeout=30)
+    engine.reply("a")
+    deadline = time.monotonic() + patience()
+    while bench.client._handed.is_set() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    bench.client.lookup_backoff_time = 0.0
+    return bench.client.lookup_cache("a"), bench.client._handed.is_set()
+
+
+def test_the_reply_thread_reads_what_comes_later_and_then_sleeps() -> None:
+    assert run(replies_after_the_scheduler_left, repaired=True) == (len(TOKENS), False)
 
 
 # -- whose reply counts --------------------------------------------------------------------------------------
@@ -365,9 +406,9 @@ def test_another_request_under_a_loading_id_is_a_miss() -> None:
 
 def dead_rank() -> tuple[list[Any], dict[str, int], Any]:
     """Answers to three lookups with rank 1 dead, the counters then, and the answer once it is back."""
-    from glm_connectors.lmcache_repairs import lookup_client
+    from glm_connectors.lmcache_repairs import lookup_table
 
-    lookup_client.PROBE_FIRST = lookup_client.PROBE_LAST = 0.05
+    lookup_table.PROBE_FIRST = lookup_table.PROBE_LAST = 0.05
     bench = Bench(Engine(), Engine(hit=512), serve=False, timeout_ms=2000)
     bench.serve(0)
     answers = []
@@ -455,3 +496,31 @@ def close_beside_another_user_of_the_context() -> tuple[str, bool]:
 def test_close_ends_the_threads_and_leaves_the_shared_context_alone() -> None:
     assert run(close_beside_another_user_of_the_context, repaired=False, seconds=8) == HUNG
     assert run(close_beside_another_user_of_the_context, repaired=True) == ("closed", False)
+
+
+# -- the wire ------------------------------------------------------------------------------------------------
+
+HASHES = st.lists(st.integers(0, 2**64 - 1)) | st.lists(st.integers(-(2**63), 2**63 - 1))
+
+
+@given(hashes=HASHES, offsets=st.lists(st.integers(1, 512)), chunks=st.integers(0, 600))
+def test_a_request_arrives_as_it_was_sent(hashes: list[int], offsets: list[int], chunks: int) -> None:
+    for lengths in (offsets, [CHUNK] * chunks, [CHUNK] * chunks + [17]):
+        frame = lookup_wire.encode(lookup_wire.request("id", hashes, lengths, {"tag": "x"}, 7))
+        message = lookup_wire.decode_to_rank(frame)
+        assert isinstance(message, lookup_wire.LookupRequest)
+        assert list(lookup_wire.hashes_of(message)) == hashes
+        read = lookup_wire.Offsets(message.offsets)
+        assert (list(read), len(read), list(read[:3])) == (lengths, len(lengths), lengths[:3])
+        assert (message.lookup_id, message.request_configs, message.attempt) == ("id", {"tag": "x"}, 7)
+
+
+def test_a_repaired_rank_reads_upstream_s_request() -> None:
+    frame = lookup_wire.encode(
+        {"type": "LookupRequestMsg", "lookup_id": "id", "hashes": [1, -2], "offsets": [256, 9]}
+    )
+    message = lookup_wire.decode_to_rank(frame)
+    assert isinstance(message, lookup_wire.LookupRequest)
+    assert list(lookup_wire.hashes_of(message)) == [1, -2]
+    assert list(lookup_wire.Offsets(message.offsets)) == [256, 9]
+    assert message.attempt == 0

@@ -34,3 +34,13 @@ def test_cleaning_is_refused_before_anything_runs() -> None:
     nothing = torch.empty(0)
     with pytest.raises(ValueError, match="clean_logits=True"):
         deep_gemm_025.fp8_mqa_logits(nothing, (nothing, nothing), nothing, nothing, nothing)
+
+
+def test_expanding_by_definition() -> None:
+    """Column s of row t is what stood at column s − start[t]."""
+    from glm_kernels.mqa_logits.expand import expand_reference
+
+    logits = torch.arange(12.0).view(2, 6)
+    got = expand_reference(logits, torch.tensor([0, 2]), torch.tensor([3, 5]))
+    nothing = float("-inf")
+    assert got.tolist() == [[0, 1, 2, nothing, nothing, nothing], [nothing, nothing, 6, 7, 8, nothing]]

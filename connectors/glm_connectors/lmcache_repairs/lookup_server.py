@@ -33,10 +33,10 @@ from glm_connectors.lmcache_repairs.lookup_wire import (
     LookupCleanup,
     LookupReply,
     LookupRequest,
+    Offsets,
     decode_to_rank,
     encode,
     hashes_of,
-    offsets_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class RepairedLookupServer:
             self.lmcache_engine.async_lookup_and_prefetch(
                 lookup_id=lookup_id,
                 hashes=hashes,
-                offsets=offsets_of(message),
+                offsets=Offsets(message.offsets),
                 pin=True,
                 request_configs=message.request_configs,
             )

@@ -9,7 +9,9 @@ server still reads upstream's lists.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import overload
 
 import msgspec
 
@@ -17,7 +19,7 @@ _UNSIGNED, _SIGNED = "Q", "q"  # digests folded to 64 bits; Python's `hash`, ups
 
 
 class LookupRequest(msgspec.Struct, tag="LookupRequestMsg"):
-    """Scheduler to rank. Read it with `hashes_of` and `offsets_of`.
+    """Scheduler to rank. Read it with `hashes_of` and `Offsets`.
 
     hashes: one a chunk, packed as `code` says (upstream: a list). offsets: tokens in each chunk as (length,
     count) runs (upstream: lengths).
@@ -82,15 +84,29 @@ def hashes_of(message: LookupRequest) -> Sequence[int]:
     return values
 
 
-def offsets_of(message: LookupRequest) -> list[int]:
-    """Tokens in each chunk."""
-    lengths: list[int] = []
-    for item in message.offsets:
-        if isinstance(item, int):
-            lengths.append(item)
-        else:
-            lengths += [item[0]] * item[1]
-    return lengths
+class Offsets(Sequence[int]):
+    """Tokens in each chunk, expanded when they are read.
+
+    UPSTREAM: TokenDatabase.process_tokens iterates over them.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int] | int]) -> None:
+        self._runs = [(run, 1) if isinstance(run, int) else run for run in runs]
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self._runs)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(repeat(length, count) for length, count in self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return list(self)[index]
 
 
 encode = msgspec.msgpack.Encoder().encode

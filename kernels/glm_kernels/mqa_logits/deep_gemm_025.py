@@ -1,7 +1,8 @@
 """DeepGEMM 0.2.5's MQA logits kernels under the names and arguments of 0.2.3, which SGLang 0.5.23 calls.
 
-0.2.5 renamed both (`fp8_fp4_…`), dropped `clean_logits` (it never fills what lies outside a row's range) and made
-`max_seqlen_k` a required argument. Nothing else differs for FP8 inputs; tests/gpu compares both with the reference.
+0.2.5 renamed both (`fp8_fp4_…`) and dropped `clean_logits` (it never fills what lies outside a row's range). The ragged
+kernel writes compressed rows only (`max_seqlen_k` must be positive), which `expand` puts back. tests/gpu compares both
+with the reference.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ def fp8_mqa_logits(
     """Ragged scores. q [rows, heads, 128] E4M3; kv: E4M3 [keys, 128] and fp32 scales [keys]; weights [rows, heads] fp32.
 
     Row t is scored against keys cu_seq_len_k_start[t] … cu_seq_len_k_end[t] − 1. Returns [rows, keys] fp32; undefined
-    outside that range. Raises ValueError for clean_logits=True.
+    outside that range. With max_seqlen_k > 0: [rows, max_seqlen_k], each row from its own first key on. Raises ValueError
+    for clean_logits=True.
     """
     _refuse_cleaning(clean_logits)
     import deep_gemm
 
+    width = max_seqlen_k or kv[0].shape[0]
     result: torch.Tensor = deep_gemm.fp8_fp4_mqa_logits(
-        q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k
+        q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, width
     )
-    return result
+    if max_seqlen_k:
+        return result
+    from glm_kernels.mqa_logits.expand import expand_
+
+    return expand_(result, cu_seq_len_k_start, cu_seq_len_k_end)
 
 
 def fp8_paged_mqa_logits(
