@@ -62,6 +62,9 @@ class MemoryEngine:
     def async_lookup_and_prefetch(
         self, lookup_id: str, hashes: Sequence[int], offsets: Sequence[int], **_: Any
     ) -> None:
+        if hashes[-1] in self.held:
+            self.server.send_response_to_scheduler(lookup_id, CHUNK * len(hashes))
+            return
         absent = bisect.bisect_left(hashes, True, key=lambda value: value not in self.held)
         self.server.send_response_to_scheduler(lookup_id, CHUNK * absent)
 
@@ -126,53 +129,76 @@ def time_lookups(
     return percentiles(seconds) | {"lookups": count, "wrong": wrong}
 
 
+class Ranks:
+    """Rank processes of one engine. Forked: make them before this process has threads or sockets."""
+
+    def __init__(self, count: int, held: list[int]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.count, self.engine_id = count, uuid.uuid4().hex
+        self._ready, self._done = context.Semaphore(0), context.Event()
+        self._processes = [
+            context.Process(
+                target=serve, args=(self.engine_id, rank, count, held, self._ready, self._done), daemon=True
+            )
+            for rank in range(count)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def client(self, config: Any) -> Any:
+        """LMCache's client to these ranks, once they serve."""
+        from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupClient
+
+        for _ in self._processes:
+            self._ready.acquire()
+        return LMCacheAsyncLookupClient(config, metadata(self.engine_id, 0, self.count))
+
+    def end(self) -> None:
+        self._done.set()
+        for process in self._processes:
+            process.join(5)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One mode: lookups with the keys at hand, then with LMCache's own hashing inside."""
+    """One mode: lookups with the keys at hand, then with LMCache's own hashing inside.
+
+    For the repaired mode also with one rank: what LMCache asks of an MLA model, whose ranks hold the same.
+    """
     from glm_connectors.page_hashes import as_lmcache_hash, page_hashes, root
     from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.lookup_client import lmcache_async_lookup_client as upstream
 
     prompt = prompt_of(args.tokens)
+    ids: list[int] = prompt.tolist()
     hashes = [as_lmcache_hash(digest) for digest in page_hashes(prompt, CHUNK, root())]
-    context = multiprocessing.get_context("fork")  # before this process has threads or sockets
-    engine_id = uuid.uuid4().hex
-    ready, done = context.Semaphore(0), context.Event()
     config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, lookup_timeout_ms=10_000)
-    known = config_free_hashes(config, prompt.tolist())
-    ranks = [
-        context.Process(
-            target=serve, args=(engine_id, rank, args.ranks, hashes + known, ready, done), daemon=True
-        )
-        for rank in range(args.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    for _ in ranks:
-        ready.acquire()
-    client = upstream.LMCacheAsyncLookupClient(config, metadata(engine_id, 0, args.ranks))
-    hashing_database = client.token_database
-    gc.freeze()
+    held = hashes + lmcache_hashes(config, ids)
+    all_ranks, one_rank = Ranks(args.ranks, held), Ranks(1, held)
     expected = CHUNK * len(hashes)
     count = ROUND * ROUNDS[args.mode]
+    gc.freeze()
+    client = all_ranks.client(config)
+    hashing_database = client.token_database
     print(f"  {count} lookups over {args.ranks} rank processes", file=sys.stderr, flush=True)
     if args.mode == "repaired":
         keys, offsets = array("Q", hashes), [CHUNK] * len(hashes)
         figures = time_lookups(
             client, lambda name: client.lookup_hashes(keys, offsets, name), count, expected
         )
+        single = one_rank.client(config)
+        figures["one_rank"] = time_lookups(
+            single, lambda name: single.lookup_hashes(keys, offsets, name), count, expected
+        )
     else:
         client.token_database = KeysAtHand(hashes)
         figures = time_lookups(client, lambda name: client.lookup(prompt, name), count, expected)
-    client.token_database = hashing_database
-    ids = prompt.tolist()
+        client.token_database = hashing_database
     figures["hashing_inside"] = time_lookups(client, lambda name: client.lookup(ids, name), ROUND, expected)
-    done.set()
-    for process in ranks:
-        process.join(5)
+    all_ranks.end()
+    one_rank.end()
     return figures
 
 
-def config_free_hashes(config: Any, tokens: list[int]) -> list[int]:
+def lmcache_hashes(config: Any, tokens: list[int]) -> list[int]:
     """The chunk hashes that LMCache's own token database makes in this process and its forks."""
     from lmcache.v1.token_database import ChunkedTokenDatabase
 
@@ -245,18 +271,19 @@ def time_hashing(tokens: int) -> dict[str, Any]:
     ids: list[int] = prompt.tolist()
     chain = root(b"weights", b"")
 
-    def median(work: Callable[[], Any]) -> float:
+    def timed(name: str, work: Callable[[], Any]) -> dict[str, float]:
         seconds = []
         for _ in range(HASHINGS):
             began = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - began)
-        return round(1000 * statistics.median(seconds), 3)
+        figures = {name: statistics.median(seconds), f"{name}_min": min(seconds)}
+        return {key: round(1000 * value, 3) for key, value in figures.items()}
 
     return {
-        "hash_ms": median(lambda: page_hashes(prompt, PAGE, chain)),
-        "hash_from_list_ms": median(lambda: page_hashes(as_tokens(ids), PAGE, chain)),
-        "hash_chunks_ms": median(lambda: page_hashes(prompt, CHUNK, chain)),
+        **timed("hash_ms", lambda: page_hashes(prompt, PAGE, chain)),
+        **timed("hash_from_list_ms", lambda: page_hashes(as_tokens(ids), PAGE, chain)),
+        **timed("hash_chunks_ms", lambda: page_hashes(prompt, CHUNK, chain)),
     }
 
 

@@ -31,8 +31,11 @@ REPORT = ROOT / "demo-report.json"
 TEXT_BYTES = 2600
 QUESTIONS = ("What does this text allow me to do?", "And what must I do in return?")
 ANSWER_TOKENS = 48
-#: --page-size is what a prefix hit counts in; the flags of a GPU start line in README.md, less the GPU's.
-SERVER_ARGS = ("--served-model-name", "glm-5.3-tiny", "--enable-cache-report", "--skip-server-warmup")
+#: The FP8 checkpoint dequantised to float32: on a CPU twice as fast as bfloat16, and nothing is rounded.
+SERVER_ARGS = (
+    *("--served-model-name", "glm-5.3-tiny", "--dtype", "float32"),
+    *("--enable-cache-report", "--skip-server-warmup"),
+)
 
 console = Console(stderr=False)
 
@@ -52,7 +55,9 @@ class Turn:
 
 
 class MemoryWatch(threading.Thread):
-    """Highest sum of proportional set sizes of the cluster's processes, sampled twice a second."""
+    """Highest sum of proportional set sizes of the cluster's processes, sampled every 8 seconds: a sample takes the kernel
+    a good part of a second, on the cores that the servers need.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(daemon=True)
@@ -61,7 +66,7 @@ class MemoryWatch(threading.Thread):
         self.done = threading.Event()
 
     def run(self) -> None:
-        while not self.done.wait(0.5):
+        while not self.done.wait(8):
             groups = [process.pid for process in self.cluster.processes if process.alive]
             now = sum(_pss(pid) for group in groups for pid in group_members(group))
             self.peak_bytes = max(self.peak_bytes, now)

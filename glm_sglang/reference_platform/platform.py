@@ -29,8 +29,12 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     capabilities = PlatformCapabilities()
 
     def __init__(self) -> None:
+        """Sets, where the user has not, what SGLang's child processes inherit."""
         # UPSTREAM: TokenizerManager waits a minute for CUDA core dumps before it ends a server whose scheduler died.
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "false")
+        # UPSTREAM: a few small functions (topk.py, sampler.py) are torch.compile'd; on a CPU that is a C++ compiler's run
+        # of half a minute in the first request.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Fills what the user left open; a switch has no third state, so one that is off counts as open."""

@@ -524,3 +524,29 @@ def test_a_repaired_rank_reads_upstream_s_request() -> None:
     assert list(lookup_wire.hashes_of(message)) == [1, -2]
     assert list(lookup_wire.Offsets(message.offsets)) == [256, 9]
     assert message.attempt == 0
+
+
+def keys_of_a_packed_request() -> bool:
+    """Whether LMCache's engine side makes the same keys of what arrives packed as of lists."""
+    import torch
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.token_database import ChunkedTokenDatabase
+
+    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK)
+    metadata = SimpleNamespace(
+        model_name="m", world_size=1, worker_id=0, kv_dtype=torch.bfloat16, use_mla=False
+    )
+    database = ChunkedTokenDatabase(config, metadata)
+    hashes, offsets = [2**63 + 5, 1, 7], [CHUNK, CHUNK, 17]
+    message = lookup_wire.decode_to_rank(
+        lookup_wire.encode(lookup_wire.request("id", hashes, offsets, None, 1))
+    )
+    assert isinstance(message, lookup_wire.LookupRequest)
+    packed = database.process_tokens(
+        hashes=lookup_wire.hashes_of(message), offsets=lookup_wire.Offsets(message.offsets)
+    )
+    return list(packed) == list(database.process_tokens(hashes=hashes, offsets=offsets))
+
+
+def test_lmcache_makes_the_same_keys_of_a_packed_request() -> None:
+    assert run(keys_of_a_packed_request, repaired=True)

@@ -142,3 +142,68 @@ def lookup_with_lengths_that_do_not_fit() -> tuple[list[int], str]:
 def test_a_malformed_lookup_is_answered_too() -> None:
     assert run(lookup_with_lengths_that_do_not_fit, repaired=False) == ([], "ValueError")
     assert run(lookup_with_lengths_that_do_not_fit, repaired=True) == ([0], "ValueError")
+
+
+def retrieve_and_unpin(used: int) -> tuple[list[int], list[int], int]:
+    """Three chunks of the CPU pool are looked up and pinned, `used` retrieved; then vLLM unpins the request.
+
+    Returns reference and pin counts (the pool holds one reference on each), and chunks that are still
+    allocated.
+    """
+    import torch
+    from lmcache.v1.cache_engine import LMCacheEngine
+    from lmcache.v1.event_manager import EventManager, EventStatus, EventType
+
+    pool = Pool()
+    chunks = [pool.take() for _ in range(3)]
+    for chunk in chunks:
+        chunk.pin()  # LocalCPUBackend.batched_async_contains(pin=True)
+        chunk.ref_count_up()  # LocalCPUBackend.batched_get_non_blocking
+    keys = [_engine_key(number) for number in range(3)]
+
+    async def loaded() -> list[list[tuple[Any, Any]]]:
+        return [list(zip(keys, chunks, strict=True))]
+
+    async def main() -> None:
+        manager = EventManager()
+        task = asyncio.create_task(loaded())
+        await task
+        manager.add_event(EventType.LOADING, "request", task)
+        manager.update_event_status(EventType.LOADING, "request", EventStatus.DONE)
+        spans = [(TOKENS * n, TOKENS * (n + 1), key) for n, key in enumerate(keys[:used])]
+        engine = SimpleNamespace(
+            event_manager=manager,
+            token_database=SimpleNamespace(process_tokens=lambda **_: spans),
+            lookup_pins={},
+            async_loading=True,
+        )
+        engine.cleanup_memory_objs = lambda lookup_id: LMCacheEngine.cleanup_memory_objs(engine, lookup_id)
+        mask = torch.zeros(3 * TOKENS, dtype=torch.bool)
+        found, _ = LMCacheEngine._async_process_tokens_internal(engine, None, None, mask, req_id="request")
+        assert int(mask.sum()) == used * TOKENS
+        for _, chunk, _, _ in found:  # LMCacheEngine.retrieve, once they are on the GPU
+            if chunk.is_pinned:
+                chunk.unpin()
+            chunk.ref_count_down()
+        LMCacheEngine.lookup_unpin(engine, "request")  # LMCacheConnectorV1Impl.wait_for_save
+
+    asyncio.run(main())
+    return (
+        [chunk.get_ref_count() for chunk in chunks],
+        [chunk.meta.pin_count for chunk in chunks],
+        pool.used // Pool.CHUNK,
+    )
+
+
+def _engine_key(number: int) -> Any:
+    import torch
+    from lmcache.utils import CacheEngineKey
+
+    return CacheEngineKey("glm", 1, 0, number, torch.bfloat16)
+
+
+@pytest.mark.parametrize("used", [3, 1, 0])
+def test_a_retrieved_chunk_is_released_once_and_stays_in_the_pool(used: int) -> None:
+    counts, _, left = run(retrieve_and_unpin, used, repaired=False)
+    assert (counts, left) == ([0, 0, 0], 0)  # free, and still in the pool's hot cache
+    assert run(retrieve_and_unpin, used, repaired=True) == ([1, 1, 1], [0, 0, 0], 3)

@@ -1,9 +1,9 @@
-"""Repairs of LMCache 0.5.6 in its own classes: a stalled or dead store costs hits, never workers, memory or
-threads.
+"""Repairs of LMCache 0.5.6 in its own classes: a store that stalls costs hits, never workers or memory.
 
     from glm_connectors import lmcache_repairs
-    lmcache_repairs.install()                      # before LMCache's engine is built, in every process that
-    builds one lmcache_repairs.COUNTERS.snapshot()            # plain numbers for whatever exports metrics
+
+    lmcache_repairs.install()  # in every process that builds an LMCache engine, before it does
+    lmcache_repairs.COUNTERS.snapshot()  # plain numbers for whatever exports metrics
 
 `install` imports nothing of LMCache: modules that the process has are repaired now, others when they are
 imported. It knows neither SGLang nor vLLM and does the same in either. One file a target; each says why,
@@ -26,6 +26,7 @@ from glm_connectors.lmcache_repairs import (
     lookup_server,
     prefetch,
     remote_backend,
+    retrieve,
     signals,
 )
 from glm_connectors.lmcache_repairs.contract import ContractError
@@ -56,6 +57,7 @@ REPAIRS: tuple[Repair, ...] = (
     local_disk.REPAIR,
     prefetch.REPAIR,
     lookup_server.REPAIR,
+    retrieve.REPAIR,
     signals.REPAIR,
 )
 
@@ -64,8 +66,9 @@ _finder: RepairOnImport | None = None
 
 
 def install(*, limits: ExecutorLimits | None = None, allow_untested: bool | None = None) -> Counters:
-    """Checks LMCache against what the repairs were tested with, then repairs it. A second call changes only
-    `limits`.
+    """Checks LMCache against what the repairs were tested with, then repairs it.
+
+    A second call changes only `limits`.
 
     limits: bounds of the executors' shutdown and of jobs without a caller. allow_untested: go on although a
     symbol has another source than the tested one (default: the variable GLM_SGLANG_ALLOW_UNTESTED is 1).

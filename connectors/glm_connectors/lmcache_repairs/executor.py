@@ -76,9 +76,7 @@ class _State:
 
 
 class ShutdownHandle:
-    """What `shutdown()` returns: nothing to a thread, something to await for a coroutine on the executor's
-    loop.
-    """
+    """What `shutdown()` returns: nothing to a thread, something to await to a coroutine on its loop."""
 
     def __init__(self, task: asyncio.Task[None] | None = None) -> None:
         self._task = task
@@ -230,11 +228,8 @@ def _settle(state: _State, task: asyncio.Task[Any], done: asyncio.Future[Any], h
     try:
         error: BaseException | None
         if task.cancelled():
-            error = (
-                ExecutorClosedError("cancelled")
-                if state.closed
-                else CallAbandonedError("the job was cancelled")
-            )
+            reason = ExecutorClosedError if state.closed else CallAbandonedError
+            error = reason("the job was cancelled")
         else:
             error = task.exception()
         if error is not None:

@@ -135,7 +135,13 @@ _BY_MODULE: dict[str, dict[str, str]] = {
     "lmcache.v1.cache_engine": {
         "LMCacheEngine.async_lookup_and_prefetch": "dcae2b8ecd8962c96aea7e4b52607d266d339be04d2cbee61ddabf5f5ee22d56",
         "LMCacheEngine.cleanup_memory_objs": "e1969f60cbe3e44655764f4a71f9af4c0bb83d7b9fce80f4eba382d10ffd2feb",
+        "LMCacheEngine._async_process_tokens_internal": "322bf0a3bc40519de8ee42541647195e6d3617f851c9a42bcec0f5867a239a2a",
+        "LMCacheEngine.retrieve": "8f88934dcffb92286b8e512d7f2e1737a53fc9faddbb6c70f3b8abc0cb813f1a",
+        "LMCacheEngine.lookup_unpin": "4293d6cee328bdbe6abdb9ed8a17ff2f8e1f06189e1e66db22d52afd2a9a8b5d",
         "LMCacheEngine.store": "a3f0ac44eeac16e071090bf5a8998418c1d6ca9c1c1b88d70da1f08d80197940",
+    },
+    "lmcache.v1.event_manager": {
+        "EventManager": "d80380791b94f7e396719f59a8d9c9c195edd6ca842db989ead98d627c44f95d",
     },
 }
 

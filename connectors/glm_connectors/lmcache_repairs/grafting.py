@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
@@ -48,10 +49,7 @@ def replace(qualname: str, function: Any) -> Graft:
 
 @dataclass(frozen=True)
 class Repair:
-    """All that is done to one module of LMCache.
-
-    `symbols`: what is replaced or leaned on, with tested hashes.
-    """
+    """What is done to one module of LMCache. `symbols`: what is replaced or leaned on."""
 
     module: str
     symbols: tuple[Symbol, ...]
@@ -64,11 +62,11 @@ class Repair:
 
 
 class _RepairingLoader(Loader):
-    """Runs the module's own loader, then the repair, then steps out of the way."""
+    """Runs the module's own loader, then the repairs, then steps out of the way."""
 
-    def __init__(self, inner: Loader, repair: Repair) -> None:
+    def __init__(self, inner: Loader, repairs: Sequence[Repair]) -> None:
         self._inner = inner
-        self._repair = repair
+        self._repairs = repairs
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
@@ -78,32 +76,38 @@ class _RepairingLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        self._repair.apply(module)
+        for repair in self._repairs:
+            repair.apply(module)
 
 
 class RepairOnImport(MetaPathFinder):
     """Finder for the modules that have a repair and are not imported yet."""
 
     def __init__(self) -> None:
-        self._pending: dict[str, Repair] = {}
+        self._pending: defaultdict[str, list[Repair]] = defaultdict(list)
 
     def add(self, repair: Repair) -> None:
         """Repairs the module now if it is imported, else when it is."""
         module = sys.modules.get(repair.module)
+        if module is not None and getattr(module.__spec__, "_initializing", False):
+            raise ContractError(
+                f"{repair.module}: expected not to be in the middle of its import, found that it is. "
+                "Remedy: install the repairs before or after importing LMCache, not from within."
+            )
         if module is not None:
             repair.apply(module)
             return
         if not self._pending:
             sys.meta_path.insert(0, self)
-        self._pending[repair.module] = repair
+        self._pending[repair.module].append(repair)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        repair = self._pending.get(fullname)
-        if repair is None:
+        repairs = self._pending.get(fullname)
+        if repairs is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RepairingLoader(spec.loader, repair)
+            spec.loader = _RepairingLoader(spec.loader, repairs)
         return spec

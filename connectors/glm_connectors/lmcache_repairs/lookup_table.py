@@ -42,7 +42,7 @@ class Lookup:
 
 @dataclass
 class Rank:
-    """A lookup server. `socket` is used under the client's send lock only; `owed`: replies that should still come."""
+    """A lookup server. `socket`: used under the client's send lock only; `owed`: replies to come."""
 
     number: int
     socket: Any
@@ -71,7 +71,7 @@ class LookupTable:
         return not any(rank.owed or rank.down for rank in self.ranks.values())
 
     def open(self, lookup_id: str, now: float) -> Lookup:
-        """A new attempt; at once a MISS while a rank is down, since the answer is the minimum over all of them."""
+        """A new attempt; a MISS while a rank is down, since the answer is the minimum over all of them."""
         lookup = Lookup(lookup_id, next(self._attempts), now + self.timeout)
         if any(rank.down for rank in self.ranks.values()):
             lookup.state = State.MISS

@@ -105,9 +105,7 @@ def _outcome(part: asyncio.Future[Any]) -> Any:
 
 
 class SettlingAsyncio:
-    """What a connector module gets for its global `asyncio`: the real one, but `gather` and `wrap_future`
-    settle.
-    """
+    """A connector module's global `asyncio`: the real one, but `gather` and `wrap_future` settle."""
 
     gather = staticmethod(gather)
     wrap_future = staticmethod(_Outlasting)
@@ -131,9 +129,8 @@ def hand_over(
         try:
             result = await coroutine
         except asyncio.CancelledError:
-            if (
-                future.set_running_or_notify_cancel()
-            ):  # not our caller's doing: to it this is an error like others
+            # Not our caller's doing: to it this is an error like others.
+            if future.set_running_or_notify_cancel():
                 future.set_exception(CallAbandonedError("the call was cancelled"))
             raise
         except BaseException as error:
