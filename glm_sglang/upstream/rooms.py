@@ -13,6 +13,7 @@ ROOMS: tuple[str, ...] = (
     "glm_sglang.reference_platform.hooks",
     "glm_sglang.disaggregation.hooks",
     "glm_sglang.indexer.hooks",
+    "glm_sglang.requests.hooks",
 )
 
 Change = TypeVar("Change", Hook, Registration)

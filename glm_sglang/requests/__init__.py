@@ -1,0 +1,1 @@
+"""What a request must be before it reaches a scheduler."""
