@@ -55,8 +55,9 @@ class Turn:
 
 
 class MemoryWatch(threading.Thread):
-    """Highest sum of proportional set sizes of the cluster's processes, sampled every 8 seconds: a sample takes the kernel
-    a good part of a second, on the cores that the servers need.
+    """Highest sum of proportional set sizes of the cluster's processes, sampled every 8 seconds.
+
+    Not more often: a sample takes the kernel a good part of a second, on the cores that the servers need.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -45,7 +45,7 @@ class Pair:
         self.prefills = [PrefillServer(model, COMMON, name=f"prefill{i}") for i in range(2)]
         # decode1 runs SGLang's own launcher, with this package installed for its platform only.
         modules = ("glm_sglang.launch_server", STOCK_LAUNCHER)
-        # How long decode waits for KV from a prefill; upstream's 300 s cover a long queue, and a test cannot wait for them.
+        # How long decode waits for KV from a prefill; upstream waits 300 s, for a long queue. A test cannot.
         patience = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "40"}
         stock = ("--device", "cpu", "--page-size", "64")
         self.decodes = [

@@ -49,7 +49,7 @@ def test_the_router_answers_with_a_clear_error(pair: Pair, case: str) -> None:
 
 
 def test_an_unknown_bootstrap_room_ends_with_an_error(pair: Pair) -> None:
-    """A request sent to decode alone, with a room that no prefill knows, ends at decode's limit; decode goes on serving."""
+    """A request with a room that no prefill knows ends at the limit of decode; decode goes on serving."""
     decode, prefill = pair.decodes[0], pair.prefills[0]
     body = {
         "input_ids": [65] * 8,

@@ -1,4 +1,4 @@
-"""The oracle: every case of `benchmarks.oracle` within its bound. FP8 stands for the dtypes that round; bf16 is `slow`."""
+"""The oracle: every case of `benchmarks.oracle` within its bound. FP8 stands for what rounds; bf16 is `slow`."""
 
 from __future__ import annotations
 
