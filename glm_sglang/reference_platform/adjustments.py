@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,12 +38,26 @@ def choose_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
+    if view.tp_size > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(view.tp_size))
     chosen = view.attention_backend
     previous(server_args)
     if chosen is None and view.device == "cpu":
         architectures = checkpoint_config(view.model_path).get("architectures", ())
         backend = ATTENTION_BACKEND if "GlmMoeDsaForCausalLM" in architectures else "torch_native"
         declare_resolution(server_args, "glm_sglang.reference_platform", attention_backend=backend)
+
+
+def cores_of_ranks(ranks: int) -> str:
+    """This process's cores dealt out to `ranks` ranks, as SGLang reads them: "0,1|2,3".
+
+    UPSTREAM: ModelRunner.init_threads_binding asserts a NUMA node for every rank unless the variable names the cores.
+    With fewer cores than ranks, ranks share them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    groups = [[cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def kv_cache_dtype(view: Any) -> dict[str, Any]:

@@ -136,3 +136,16 @@ def test_a_batch_splits_by_request() -> None:
 def test_a_batch_with_too_few_rows_is_an_error() -> None:
     with pytest.raises(AssertionError, match="12 rows, its requests need 13"):
         list(sequences(batch(False, [10, 7], [4, 0]), torch.arange(300).view(3, 100), 12))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [({0, 1}, 2, "0|1"), ({2, 3, 4, 5, 9}, 2, "2,3|4,5"), ({7}, 3, "7|7|7"), ({0, 1, 2}, 1, "0,1,2")],
+)
+def test_cores_are_dealt_out_to_ranks(
+    cores: set[int], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glm_sglang.reference_platform import adjustments
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: cores)
+    assert adjustments.cores_of_ranks(ranks) == expected
