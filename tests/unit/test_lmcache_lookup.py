@@ -175,6 +175,9 @@ def lock_while_the_scheduler_waits(reader: str) -> tuple[bool, Any]:
     waiting = Socket(bench.client).reading
     if reader == "reply thread":
         assert bench.ask("a") is None
+        deadline = time.monotonic() + patience()
+        while not bench.client._baton.locked() and time.monotonic() < deadline:
+            time.sleep(0.01)
         bench.client.lookup_backoff_time = 60.0
         bench.client._patience, bench.client._patient_since = 60.0, 0.0
         wait, waiting = table.lock.wait, threading.Event()
@@ -232,6 +235,31 @@ def replies_after_the_scheduler_left() -> tuple[Any, bool]:
 
 def test_the_reply_thread_reads_what_comes_later_and_then_sleeps() -> None:
     assert run(replies_after_the_scheduler_left, repaired=True) == (len(TOKENS), False)
+
+
+def asks_while_the_reply_thread_is_busy() -> tuple[Any, int]:
+    """A scheduler that asks again and again while late replies come in; the answer, and how many were late."""
+    engine = Engine(answers=False)
+    bench = Bench(engine, timeout_ms=60_000, lookup_backoff_time=0.001)
+    late = 50
+    for number in range(late):
+        bench.client.lookup_hashes([1], [CHUNK], f"left{number}")
+        assert engine.asked.acquire(timeout=30)
+        bench.client.clear_lookup_status(f"left{number}")
+    assert bench.ask("a") is None
+    assert engine.asked.acquire(timeout=30)
+    for _ in range(20_000):
+        assert bench.client.lookup_cache("a") is None
+    for number in range(late):
+        engine.reply(f"left{number}")
+        for _ in range(100):
+            assert bench.client.lookup_cache("a") is None
+    engine.reply("a")
+    return bench.poll("a"), counters()["late_replies"]
+
+
+def test_a_scheduler_that_asks_in_a_loop_does_not_lock_up_the_reply_thread() -> None:
+    assert run(asks_while_the_reply_thread_is_busy, repaired=True) == (len(TOKENS), 50)
 
 
 # -- whose reply counts --------------------------------------------------------------------------------------
@@ -494,7 +522,10 @@ def close_beside_another_user_of_the_context() -> tuple[str, bool]:
 
 
 def test_close_ends_the_threads_and_leaves_the_shared_context_alone() -> None:
-    assert run(close_beside_another_user_of_the_context, repaired=False, seconds=8) == HUNG
+    # Unrepaired: closes the socket under its reader (libzmq may abort), then waits for the context's other
+    # users.
+    unrepaired = run(close_beside_another_user_of_the_context, repaired=False, seconds=8)
+    assert unrepaired in (HUNG, "exit code -6")
     assert run(close_beside_another_user_of_the_context, repaired=True) == ("closed", False)
 
 

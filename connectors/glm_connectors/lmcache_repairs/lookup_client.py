@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -140,6 +141,7 @@ class RepairedLookupClient:
                     table.mark_down(rank, time.monotonic())
                 loaded = table.expire(lookup, time.monotonic()) if lookup.state is State.WAITING else []
             self._release(lookup, loaded)
+            self._hand_over(news=True)
         return self._result(lookup)
 
     def clear_lookup_status(self, lookup_id: str) -> None:
@@ -159,7 +161,7 @@ class RepairedLookupClient:
         stays.
         """
         self.running = False
-        self._hand_over()
+        self._hand_over(news=True)
         self.thread.join(timeout=1.0)
         with self._send_lock:
             for socket in (*self.push_sockets, self._kick_socket):
@@ -178,11 +180,12 @@ class RepairedLookupClient:
             self._patience, self._patient_since = purse - (now - began), now
         loaded: list[int] = []
         with table.lock:
-            if lookup.state is State.WAITING and now >= lookup.deadline:
+            expired = lookup.state is State.WAITING and now >= lookup.deadline
+            if expired:
                 loaded = table.expire(lookup, now)
             settled, quiet = lookup.state is not State.WAITING, table.quiet()
         if not quiet:
-            self._hand_over()
+            self._hand_over(news=expired)  # a rank that has just gone down is to be probed
         self._release(lookup, loaded)
         return lookup.tokens if settled else None
 
@@ -218,11 +221,11 @@ class RepairedLookupClient:
         for rank in ranks:
             self._send(rank, encode(LookupCleanup(lookup.lookup_id, lookup.attempt)))
 
-    def _hand_over(self) -> None:
-        """Has the reply thread look: it starts to read, or reads on with another time-out."""
-        if self._handed.is_set():
-            with self._send_lock:
-                self._kick_socket.send(b"")
+    def _hand_over(self, *, news: bool) -> None:
+        """Has the reply thread read. `news`: it must look up from its socket, if that is where it is."""
+        if news and self._handed.is_set():
+            with self._send_lock, suppress(zmq.Again):  # full: then there are kicks enough for it to read
+                self._kick_socket.send(b"", zmq.NOBLOCK)
         self._handed.set()
 
     def _read(self, milliseconds: int) -> None:
