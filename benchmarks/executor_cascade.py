@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks import _lmcache_modes, _result
@@ -342,7 +343,7 @@ def plot(figures: dict[str, Any], args: argparse.Namespace, path: str) -> None:
     axes[-1].set_xlabel("seconds")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    print(f"saved {path}", file=sys.stderr)
+    print(f"saved {Path(path).name}", file=sys.stderr)
 
 
 def main() -> None:
