@@ -4,10 +4,17 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 VENV := $(or $(GLM_SGLANG_VENV),$(CURDIR)/.venv)
 BIN := $(VENV)/bin
+# vLLM has an environment of its own: it pins another torch.
+VLLM := $(or $(VLLM_VENV),$(CURDIR)/.vllm)
 export PYTHONUNBUFFERED := 1
+# OpenMP threads that wait, sleep: on a busy machine a spinning thread keeps the one that it waits for from running.
+export OMP_WAIT_POLICY := passive
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH
 
-.PHONY: help setup setup-gpu demo test test-slow lint doctor lock clean
+# Several tests at a time where none asks for a time and their servers fit in memory: most of them wait half of theirs.
+LEFT_OUT := not slow and not gpu and not ab
+
+.PHONY: help setup setup-gpu demo test test-slow test-ab bench lint doctor lock clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -20,14 +27,41 @@ setup-gpu: ## the same with the GPU stack
 demo: setup ## prefill, decode and router on this machine, a two-turn chat, a table
 	@"$(BIN)/python" -m launch.demo
 
-test: ## every test that needs no GPU, and lint
+test: ## the tests that need no GPU, but for the minutes-long ones, and lint
 	@launch/setup.sh "$(VENV)" cpu test lint
 	@$(MAKE) --no-print-directory lint
-	@"$(BIN)/python" -m pytest -m "not slow and not gpu and not ab"
+	@status=0; test() { "$(BIN)/python" -m pytest "$$@" || status=$$?; }; \
+	test tests/unit -n3 --dist=loadfile -m "$(LEFT_OUT) and not alone"; \
+	test tests/unit -m "$(LEFT_OUT) and alone"; \
+	test tests/contract -n2 --dist=loadfile -m "$(LEFT_OUT)"; \
+	test tests/e2e --ignore=tests/e2e/tokens -m "$(LEFT_OUT)"; \
+	test tests/e2e/tokens -n2 --dist=loadfile -m "$(LEFT_OUT)"; \
+	exit $$status
 
 test-slow: ## the minutes-long ones
 	@launch/setup.sh "$(VENV)" cpu test
 	@"$(BIN)/python" -m pytest -m "slow and not gpu and not ab"
+
+test-ab: ## SGLang beside vLLM (installed apart, in $VLLM_VENV or .vllm), driven by the A/B harness
+	@launch/setup.sh "$(VENV)" cpu test
+	@launch/vllm.sh "$(VLLM)"
+	@VLLM_VENV="$(VLLM)" "$(BIN)/python" -m pytest -m ab
+
+bench: ## a two-turn A/B of stock SGLang and ours (and vLLM, where installed), then report.html of all results (≤ 15 minutes)
+	@launch/setup.sh "$(VENV)" cpu test
+	@mkdir -p .bench && "$(BIN)/python" -m glm_sglang.tiny_model .bench/model --dtype fp8
+	@"$(BIN)/python" -m benchmarks.ab --config benchmarks/endpoints/cpu.yaml --set model=.bench/model --name ab_two_turn \
+	  --workload two_turn --turns-apart --sessions 4 --prompt-tokens 768 --added-tokens 64 --answer-tokens 4 \
+	  --concurrency 1 --rounds 6 --warm-up 1 --logs .bench/logs -o .bench/two_turn.jsonl --json > .bench/two_turn.json
+	@mv -f .bench/two_turn.jsonl .bench/two_turn_records.jsonl  # the next run is another measurement
+	@if [ -x "$(VLLM)/bin/vllm" ]; then "$(BIN)/python" -m benchmarks.tiny_llama .bench/llama && \
+	  "$(BIN)/python" -m benchmarks.ab --config benchmarks/endpoints/llama_cpu.yaml --set model=.bench/llama \
+	    --set vllm="$(VLLM)" --name ab_vllm_llama --workload two_turn --sessions 2 --prompt-tokens 1024 --added-tokens 64 \
+	    --answer-tokens 8 --concurrency 2 --rounds 6 --warm-up 1 --logs .bench/logs -o .bench/vllm.jsonl --json > .bench/vllm.json && \
+	  mv -f .bench/vllm.jsonl .bench/vllm_records.jsonl; \
+	else rm -f .bench/vllm.json; echo "[bench] no vLLM at $(VLLM): not compared (launch/vllm.sh installs it there)"; fi
+	@for gpu in h200 b300; do "$(BIN)/python" -m benchmarks.roofline --gpu $$gpu --json > .bench/roofline_$$gpu.json; done
+	@"$(BIN)/python" -m benchmarks.report .bench/*.json benchmarks/results/*/*.json -o report.html
 
 lint: ## ruff, mypy --strict, codespell, import-linter
 	@launch/setup.sh "$(VENV)" cpu test lint
@@ -43,4 +77,4 @@ lock: ## resolve pyproject.toml into launch/lock again (developers; needs uv)
 	@launch/lock/lock.sh
 
 clean: ## remove what the other targets made, the virtual environment too
-	rm -rf .venv build .demo demo-report.json .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .vllm build .demo .bench demo-report.json report.html .mypy_cache .ruff_cache .pytest_cache .hypothesis

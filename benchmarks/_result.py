@@ -11,9 +11,11 @@ import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
+
+from glm_sglang import platform_choice
 
 RESULTS = Path(__file__).parent / "results"
 _VERSIONED = (
@@ -41,20 +43,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> tuple[str, dict[str, Any]]:
-    """The machine's short name (`cpu`, `h200`, `h200x2` …: the results folder) and its description."""
+#: "cpu": what was measured ran without a GPU, whatever the machine has; None: on the GPUs that are visible, if any.
+Device = Literal["cpu"] | None
+
+
+def machine(device: Device = None) -> tuple[str, dict[str, Any]]:
+    """The machine's short name (`cpu`, `h200`, `h200x2` …: the results folder) and its description.
+
+    Asks NVML as the launcher does, under CUDA_VISIBLE_DEVICES: a client of servers never loads torch.
+    """
     about: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
     }
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    visible = () if device == "cpu" else platform_choice.visible_devices()
+    if not visible:
         return "cpu", about
-    count = torch.cuda.device_count()
-    name = torch.cuda.get_device_name(0)
-    about |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda}
+    count, name = len(visible), visible[0].name
+    about |= {"gpu": name, "gpus": count, "cuda": platform_choice.torch_cuda_version()}
     short = re.sub(r"[^a-z0-9]+", "", name.lower().removeprefix("nvidia"))
     return (short if count == 1 else f"{short}x{count}"), about
 
@@ -72,10 +80,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/MACHINE/QUESTION.json")
 
 
-def finish(question: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Adds what makes a figure a figure (command, machine, versions, date); prints and saves as `args` say."""
-    short, about = machine()
-    module = f"benchmarks.{question}"
+def finish(
+    question: str,
+    result: dict[str, Any],
+    args: argparse.Namespace,
+    module: str = "",
+    device: Device = None,
+) -> dict[str, Any]:
+    """Adds what makes a figure a figure (command, machine, versions, date); prints and saves as `args` say.
+
+    `module` is what was run, where it is not called as the question is; `device`: see `machine`.
+    """
+    short, about = machine(device)
+    module = module or f"benchmarks.{question}"
     full = {
         "question": question,
         **result,

@@ -41,6 +41,7 @@ class Node:
     name: str
     url: str
     timeouts: Counter[str]
+    lookup_timeout: int = LOOKUP_TIMEOUT
     manager: Any = None
     answers: dict[str, int] = field(default_factory=dict)
     answered: threading.Condition = field(default_factory=threading.Condition)
@@ -60,7 +61,7 @@ class Node:
             remote_url=self.url,
             remote_serde="naive",
             save_unfull_chunk=False,
-            blocking_timeout_secs=LOOKUP_TIMEOUT,
+            blocking_timeout_secs=self.lookup_timeout,
             enable_async_loading=True,
             extra_config={"save_chunk_meta": False, "valkey_num_workers": 8},
         )
@@ -358,12 +359,12 @@ def main() -> None:
     args = parser.parse_args()
     figures = _lmcache_modes.each("executor_cascade", measure, args)
     if args.save:
-        folder = _result.RESULTS / _result.machine()[0]
+        folder = _result.RESULTS / _result.machine("cpu")[0]
         folder.mkdir(parents=True, exist_ok=True)
         plot(figures, args, str(folder / "executor_cascade.png"))
     load = {"conversations_per_second": args.rate, "stall_s": args.stall, "period_s": args.period}
     pool = {"pool_mib": POOL_MIB, "lookup_timeout_s": LOOKUP_TIMEOUT, "expected_workers": 8}
-    _result.finish("executor_cascade", load | pool | figures, args)
+    _result.finish("executor_cascade", load | pool | figures, args, device="cpu")
 
 
 if __name__ == "__main__":

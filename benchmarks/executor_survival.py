@@ -273,7 +273,7 @@ def main() -> None:
     modes = (*_lmcache_modes.MODES, GUARDED)
     figures = _lmcache_modes.each("executor_survival", measure, args, modes)
     result = {"jobs": args.jobs, "cancel": args.cancel, "seed": args.seed}
-    _result.finish("executor_survival", result | figures.pop("repaired") | figures, args)
+    _result.finish("executor_survival", result | figures.pop("repaired") | figures, args, device="cpu")
 
 
 if __name__ == "__main__":

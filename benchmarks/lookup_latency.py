@@ -2,9 +2,14 @@
 its arrival?
 
 Every rank is a process with LMCache's async lookup server; its engine answers from memory, as a CPU tier
-does. The scheduler's process has LMCache's client, over LMCache's sockets, and measures from the lookup to
-its result. The keys are at hand in both modes. Upstream's own hashing (inside its lookup) is measured
-beside.
+does. The scheduler's process has LMCache's client and measures from the lookup to its result. The keys are
+at hand in both modes. Upstream's own hashing (inside its lookup) is measured beside; so are fewer ranks, the
+same messages without LMCache (over ZeroMQ, which unrepaired LMCache talks over, and over Unix sockets, which
+the repaired one does), and what a server with `--glm-cache` does: its own process asks its own pool.
+
+`switching` says where the time goes on a machine of few cores: for each lookup, milliseconds that the ranks'
+threads ran and that they were ready and waited for a core (/proc/PID/task/*/schedstat), and how often one was
+given a core.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import bisect
 import gc
 import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -21,6 +27,9 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +43,7 @@ ROUND = 300  # lookups
 ROUNDS = {"unrepaired": 1, "repaired": 10}
 WARM_UP = 50
 HASHINGS = 200
+REPLY = 60  # bytes
 
 
 def metadata(engine_id: str, rank: int, ranks: int) -> Any:
@@ -108,11 +118,12 @@ def percentiles(seconds: list[float]) -> dict[str, Any]:
 
 
 def time_lookups(
-    client: Any, lookup: Callable[[str], int | None], count: int, expected: int
+    client: Any, lookup: Callable[[str], int | None], count: int, expected: int, ranks: Ranks
 ) -> dict[str, Any]:
     """As vLLM's scheduler asks: `lookup`, then `lookup_cache` until there is a result."""
     seconds: list[float] = []
     wrong = 0
+    before = scheduled(ranks.pids)
     for number in range(WARM_UP + count):
         lookup_id = f"r{number}"
         began = time.perf_counter()
@@ -126,7 +137,28 @@ def time_lookups(
             seconds.append(ended - began)
             wrong += found != expected
         time.sleep(0.001)  # the scheduler's step: every rank is asleep again when the next lookup comes
-    return percentiles(seconds) | {"lookups": count, "wrong": wrong}
+    switching = per_lookup(before, scheduled(ranks.pids), WARM_UP + count)
+    return percentiles(seconds) | {"lookups": count, "wrong": wrong, "switching": switching}
+
+
+def per_lookup(before: tuple[int, int, int], after: tuple[int, int, int], lookups: int) -> dict[str, float]:
+    """What `scheduled` says of the time between, for each lookup."""
+    ran, waited, switches = ((end - start) / lookups for start, end in zip(before, after, strict=True))
+    return {
+        "ranks_ran_ms": round(ran / 1e6, 4),
+        "ranks_waited_for_a_core_ms": round(waited / 1e6, 4),
+        "times_on_a_core": round(switches, 1),
+    }
+
+
+def scheduled(pids: Sequence[int]) -> tuple[int, int, int]:
+    """Of all threads of processes: nanoseconds on a core, ready and waiting for one, and how often given one."""
+    total = [0, 0, 0]
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for index, value in enumerate((task / "schedstat").read_text().split()):
+                total[index] += int(value)
+    return total[0], total[1], total[2]
 
 
 class Ranks:
@@ -144,6 +176,7 @@ class Ranks:
         ]
         for process in self._processes:
             process.start()
+        self.pids = [process.pid or 0 for process in self._processes]
 
     def client(self, config: Any) -> Any:
         """LMCache's client to these ranks, once they serve."""
@@ -162,17 +195,19 @@ class Ranks:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """One mode: lookups with the keys at hand, then with LMCache's own hashing inside.
 
-    For the repaired mode also with one rank: what LMCache asks of an MLA model, whose ranks hold the same.
+    For the repaired mode also with two ranks, and with one: what LMCache asks of an MLA model, whose ranks hold
+    the same.
     """
     from glm_connectors.page_hashes import as_lmcache_hash, page_hashes, root
     from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.lookup_client import lmcache_async_lookup_client  # noqa: F401 - once, not in every rank
 
     prompt = prompt_of(args.tokens)
     ids: list[int] = prompt.tolist()
     hashes = [as_lmcache_hash(digest) for digest in page_hashes(prompt, CHUNK, root())]
     config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, lookup_timeout_ms=10_000)
     held = hashes + lmcache_hashes(config, ids)
-    all_ranks, one_rank = Ranks(args.ranks, held), Ranks(1, held)
+    all_ranks, fewer = Ranks(args.ranks, held), {"two_ranks": Ranks(2, held), "one_rank": Ranks(1, held)}
     expected = CHUNK * len(hashes)
     count = ROUND * ROUNDS[args.mode]
     gc.freeze()
@@ -182,20 +217,27 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.mode == "repaired":
         keys, offsets = array("Q", hashes), [CHUNK] * len(hashes)
         figures = time_lookups(
-            client, lambda name: client.lookup_hashes(keys, offsets, name), count, expected
+            client, partial(_lookup_hashes, client, keys, offsets), count, expected, all_ranks
         )
-        single = one_rank.client(config)
-        figures["one_rank"] = time_lookups(
-            single, lambda name: single.lookup_hashes(keys, offsets, name), count, expected
-        )
+        for name, ranks in fewer.items():
+            few = ranks.client(config)
+            ask = partial(_lookup_hashes, few, keys, offsets)
+            figures[name] = time_lookups(few, ask, count, expected, ranks)
     else:
         client.token_database = KeysAtHand(hashes)
-        figures = time_lookups(client, lambda name: client.lookup(prompt, name), count, expected)
+        figures = time_lookups(client, lambda name: client.lookup(prompt, name), count, expected, all_ranks)
         client.token_database = hashing_database
-    figures["hashing_inside"] = time_lookups(client, lambda name: client.lookup(ids, name), ROUND, expected)
-    all_ranks.end()
-    one_rank.end()
+    figures["hashing_inside"] = time_lookups(
+        client, lambda name: client.lookup(ids, name), ROUND, expected, all_ranks
+    )
+    for ranks in (all_ranks, *fewer.values()):
+        ranks.end()
     return figures
+
+
+def _lookup_hashes(client: Any, keys: Sequence[int], offsets: Sequence[int], name: str) -> int | None:
+    found: int | None = client.lookup_hashes(keys, offsets, name)
+    return found
 
 
 def lmcache_hashes(config: Any, tokens: list[int]) -> list[int]:
@@ -211,7 +253,7 @@ def prompt_of(tokens: int) -> Any:
     return np.random.default_rng(0).integers(0, 150_000, tokens, dtype=np.uint32)
 
 
-def echo(folder: str, rank: int) -> None:
+def echo_zmq(folder: str, rank: int) -> None:
     """A process that reads a message and sends a short one: a rank without LMCache."""
     import zmq
 
@@ -222,43 +264,120 @@ def echo(folder: str, rank: int) -> None:
     push.send(b"up")
     while True:
         pull.recv()
-        push.send(bytes(40))
+        push.send(bytes(REPLY))
+
+
+def echo_unix(connection: socket.socket, size: int) -> None:
+    """The same over a Unix socket."""
+    buffer = bytearray(size)
+    while True:
+        connection.recv_into(buffer, 0, socket.MSG_WAITALL)
+        connection.send(bytes(REPLY))
 
 
 def time_sockets(args: argparse.Namespace) -> dict[str, Any]:
-    """The same messages over the same kind of sockets and no LMCache: what this machine takes for the path
-    alone.
+    """The same messages over sockets of either kind and no LMCache, in turns: what this machine takes for the
+    path alone.
     """
     import zmq
 
-    message = bytes(8 * (args.tokens // CHUNK) + 100)
+    size = 8 * (args.tokens // CHUNK) + 100
+    message = bytes(size)
     context = multiprocessing.get_context("fork")
+    pairs = [socket.socketpair() for _ in range(args.ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=echo, args=(folder, rank), daemon=True) for rank in range(args.ranks)]
-        for process in ranks:
+        ranks = {
+            "zmq": [
+                context.Process(target=echo_zmq, args=(folder, n), daemon=True) for n in range(args.ranks)
+            ],
+            "unix": [
+                context.Process(target=echo_unix, args=(theirs, size), daemon=True) for _, theirs in pairs
+            ],
+        }
+        for process in chain(*ranks.values()):
             process.start()
         sockets = zmq.Context()
         pull = sockets.socket(zmq.PULL)
         pull.bind(f"ipc://{folder}/scheduler")
-        pushes = [sockets.socket(zmq.PUSH) for _ in ranks]
+        pushes = [sockets.socket(zmq.PUSH) for _ in range(args.ranks)]
         for rank, push in enumerate(pushes):
             push.connect(f"ipc://{folder}/{rank}")
-        for _ in ranks:
+        for _ in pushes:
             pull.recv()
-        seconds = []
-        for _ in range(WARM_UP + ROUND * ROUNDS["repaired"]):
-            began = time.perf_counter()
+
+        def over_zmq() -> None:
             for push in pushes:
                 push.send(message)
             for _ in pushes:
                 pull.recv()
-            seconds.append(time.perf_counter() - began)
-            time.sleep(0.001)
-        for process in ranks:
+
+        def over_unix() -> None:
+            for ours, _ in pairs:
+                ours.sendall(message)
+            for ours, _ in reversed(pairs):
+                ours.recv(REPLY, socket.MSG_WAITALL)
+
+        ways = {"zmq": over_zmq, "unix": over_unix}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        pids = {name: [process.pid or 0 for process in those] for name, those in ranks.items()}
+        before = {name: scheduled(those) for name, those in pids.items()}
+        count = WARM_UP + ROUND * ROUNDS["repaired"]
+        for _ in range(count):
+            for name, way in ways.items():
+                began = time.perf_counter()
+                way()
+                seconds[name].append(time.perf_counter() - began)
+                time.sleep(0.001)
+        switching = {name: per_lookup(before[name], scheduled(those), count) for name, those in pids.items()}
+        for process in chain(*ranks.values()):
             process.kill()
             process.join()
         sockets.destroy(linger=0)
-    return percentiles(seconds[WARM_UP:])
+    return {
+        name: percentiles(those[WARM_UP:]) | {"switching": switching[name]} for name, those in seconds.items()
+    }
+
+
+def time_own_pool(tokens: int) -> dict[str, Any]:
+    """What a server with `--glm-cache` does at a lookup, all pages in its pool: it pins them there, under the keys
+    that were hashed at arrival. Also that hashing, and how long a pin's release takes. No rank is asked: the
+    scheduler of each has its own.
+    """
+    from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore
+
+    from glm_sglang.cache.page_keys import chain as hashed
+
+    ids = array("q", prompt_of(tokens).tolist())
+    keys = hashed(ids, PAGE)
+    space = Namespace("lookup", "0", "fp8", PageLayout(PAGE, (("kv", 256),)))
+    store = TieredStore(TierConfig(pool_bytes=1024 * (len(keys) + 2)), space, writer=False)
+    pages = store.reserve(len(keys))
+    assert pages is not None
+    assert store.commit(pages, keys) == len(keys)
+    gc.freeze()
+    pins, releases, hashings = [], [], []
+    for number in range(WARM_UP + ROUND * ROUNDS["repaired"]):
+        began = time.perf_counter()
+        pinned = store.pin(keys)
+        between = time.perf_counter()
+        assert len(pinned) == len(keys)
+        store.release(pinned)
+        ended = time.perf_counter()
+        if number >= WARM_UP:
+            pins.append(between - began)
+            releases.append(ended - between)
+        del pinned
+    for _ in range(HASHINGS):
+        began = time.perf_counter()
+        hashed(ids, PAGE)
+        hashings.append(time.perf_counter() - began)
+    store.close()
+    return percentiles(pins) | {
+        "pages": len(keys),
+        "release": percentiles(releases),
+        "hash_ms": round(1000 * statistics.median(hashings), 3),
+        "hash_ms_min": round(1000 * min(hashings), 3),
+    }
 
 
 def time_hashing(tokens: int) -> dict[str, Any]:
@@ -269,7 +388,7 @@ def time_hashing(tokens: int) -> dict[str, Any]:
 
     prompt = prompt_of(tokens)
     ids: list[int] = prompt.tolist()
-    chain = root(b"weights", b"")
+    first = root(b"weights", b"")
 
     def timed(name: str, work: Callable[[], Any]) -> dict[str, float]:
         seconds = []
@@ -281,9 +400,9 @@ def time_hashing(tokens: int) -> dict[str, Any]:
         return {key: round(1000 * value, 3) for key, value in figures.items()}
 
     return {
-        **timed("hash_ms", lambda: page_hashes(prompt, PAGE, chain)),
-        **timed("hash_from_list_ms", lambda: page_hashes(as_tokens(ids), PAGE, chain)),
-        **timed("hash_chunks_ms", lambda: page_hashes(prompt, CHUNK, chain)),
+        **timed("hash_ms", lambda: page_hashes(prompt, PAGE, first)),
+        **timed("hash_from_list_ms", lambda: page_hashes(as_tokens(ids), PAGE, first)),
+        **timed("hash_chunks_ms", lambda: page_hashes(prompt, CHUNK, first)),
     }
 
 
@@ -305,7 +424,8 @@ def main() -> None:
     }
     result |= figures.pop("repaired") | time_hashing(args.tokens) | figures
     result["sockets_alone"] = sockets
-    _result.finish("lookup_latency", result, args)
+    result["own_pool"] = time_own_pool(args.tokens)
+    _result.finish("lookup_latency", result, args, device="cpu")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
-from glm_sglang.serving import Process, Server, free_port
+from glm_sglang.serving import Process, Server, free_port, stop_together
 
 #: Called while the cluster starts: the process's name, seconds since its start, its newest log line.
 ClusterProgress = Callable[[str, float, str], None]
 
 #: SGLang's own launcher: what a decode node runs that has this package for its platform only.
 STOCK_LAUNCHER = "sglang.launch_server"
+
+
+class HasUrl(Protocol):
+    """What a router has to know of a decode server."""
+
+    @property
+    def url(self) -> str:
+        """http://host:port."""
 
 
 class PrefillServer(Server):
@@ -50,7 +59,7 @@ class Router(Process):
     def __init__(
         self,
         prefills: Sequence[PrefillServer],
-        decodes: Sequence[Server],
+        decodes: Sequence[HasUrl],
         args: Sequence[str] = (),
         *,
         host: str = "127.0.0.1",
@@ -60,7 +69,7 @@ class Router(Process):
         port = free_port(host) if port is None else port
         workers = [word for p in prefills for word in ("--prefill", p.url, str(p.bootstrap_port))]
         workers += [word for d in decodes for word in ("--decode", d.url)]
-        argv = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *workers]
+        argv = [sys.executable, "-m", "glm_sglang.router", "--pd-disaggregation", *workers]
         argv += ["--host", host, "--port", str(port)]
         argv += ["--prometheus-host", host, "--prometheus-port", str(free_port(host))]
         argv += ["--worker-startup-check-interval", "1", "--log-level", "warn", *args]
@@ -120,9 +129,9 @@ class Cluster:
     def start(self) -> None:
         """Returns when the router serves. Raises ServerError for the first process that doesn't come up."""
         try:
+            # Pushed first, so that an interrupt during the start leaves nothing behind either.
+            self._stack.callback(stop_together, self.processes[::-1])
             for process in self.processes:
-                # Pushed first, so that an interrupt during the start leaves nothing behind either.
-                self._stack.callback(process.stop)
                 process.start()
             for process in self.processes:
                 process.progress = self._progress_of(process.name)
@@ -136,7 +145,7 @@ class Cluster:
         return None if report is None else lambda seconds, line: report(name, seconds, line)
 
     def stop(self) -> None:
-        """Stops the router first, then the servers; returns when no process is left."""
+        """Tells the router to end, then the servers; returns when no process is left."""
         self._stack.close()
 
     def __enter__(self) -> Cluster:

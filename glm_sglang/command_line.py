@@ -19,6 +19,7 @@ from glm_sglang.upstream import flags as upstream_flags
 from glm_sglang.upstream import pins
 
 PROGRAM = "python -m glm_sglang.launch_server"
+CONFIG = "--config"
 _PLUGINS_GROUP = "sglang.srt.plugins"
 
 
@@ -28,7 +29,7 @@ class Request:
 
     given    what was set, by ServerArgs field or our flag's dest, on the command line or in --config (the
              first wins).
-    argv     the command line for SGLang: without our flags; --config still in it.
+    argv     the command line for SGLang: without our flags; --config still in it, as two words.
     own_in_config  whether the --config file sets flags of ours, which SGLang's reader would refuse.
     """
 
@@ -102,11 +103,15 @@ def parse(argv: Sequence[str]) -> Request:
 
 
 def _without_own(argv: Sequence[str]) -> list[str]:
-    """The command line without our flags and their values, `--config=FILE` as two words.
+    """A command line that was parsed, without our flags and their values, `--config=FILE` and `--conf FILE` as
+    `--config FILE`.
 
     UPSTREAM: prepare_server_args, which looks for the word "--config" alone and would ignore the other
-    spelling.
+    spellings.
     """
+    # The parser took an abbreviation, so no other flag begins so; unless it is another flag's own spelling.
+    others = {spelling for flag in upstream_flags.flags() for spelling in flag.options} - {CONFIG}
+    config_spellings = {CONFIG[:end] for end in range(3, len(CONFIG) + 1)} - others
     kept: list[str] = []
     skip = False
     for token in argv:
@@ -116,8 +121,8 @@ def _without_own(argv: Sequence[str]) -> list[str]:
         elif option.startswith(own_flags.PREFIX):
             flag = next((flag for flag in own_flags.FLAGS if flag.option.startswith(option)), None)
             skip = flag is not None and bool(flag.metavar) and not equals
-        elif option == "--config" and equals:
-            kept.extend([option, value])
+        elif option in config_spellings:
+            kept.extend([CONFIG, value] if equals else [CONFIG])
         else:
             kept.append(token)
     return kept
@@ -180,6 +185,7 @@ def read_config(file: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         for action in parser._actions
         for spelling in (*action.option_strings, action.dest)
     }
+    own = {flag.dest: flag for flag in own_flags.FLAGS}
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -189,6 +195,11 @@ def read_config(file: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
             if not upstream_flags.other_plugin_flag(f"--{name.replace('_', '-')}", _plugin_sources()):
                 raise UsageError(f"--config {file}: unknown key {key!r}{hint}")
             continue
+        flag = own.get(names[name])
+        if flag is not None and value is None:
+            continue  # not given
+        if flag is not None and not flag.metavar and value not in (0, 1):
+            raise UsageError(f"--config {file}: {key} is {value!r}, allowed: true, false")
         found[names[name]] = value
     return found
 
@@ -207,7 +218,9 @@ def for_sglang(request: Request, folder: Path) -> list[str]:
     kept = {key: value for key, value in content.items() if str(key).replace("-", "_") not in own}
     copy = folder / request.config.name
     copy.write_text(yaml.safe_dump(kept, sort_keys=False))
-    return [str(copy) if token == str(request.config) else token for token in request.argv]
+    argv = list(request.argv)
+    argv[len(argv) - argv[::-1].index(CONFIG)] = str(copy)  # behind the last one
+    return argv
 
 
 def as_argv(settings: dict[str, Any]) -> list[str]:

@@ -32,6 +32,7 @@ def examine(quick: bool, progress: Callable[[str], None]) -> tuple[str, list[Fin
         ("limits", lambda: machine.limits(name)),
         ("cores", lambda: machine.cores_and_numa(name)),
         ("ports", machine.ports),
+        ("C compiler and Python.h", lambda: software.host_compiler(name)),
     ]
     if not quick:
         checks += [

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,15 +77,22 @@ class Listener:
     """
 
     def __init__(self) -> None:
+        # What `kill_children` needs: a signal may come in the midst of another's first import of it, and see half of it.
+        import ctypes  # noqa: F401
+
+        import psutil  # type: ignore[import-untyped]  # noqa: F401
+
         _remove_stale_folders()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         os.mkfifo(self.folder / _PIPE, 0o600)
         # Open for writing as well: then a read waits for the first message instead of seeing the end of file.
         self._pipe = os.open(self.folder / _PIPE, os.O_RDWR)
         self._message = ""
-        self._ending = threading.Lock()
+        # Never released. A signal's handler that finds it taken by its own thread returns to the end under way.
+        self._ending = threading.RLock()
+        self._ends = False
         self._main = threading.get_ident()
-        self._before = signal.signal(_SIGNAL, lambda *_: self._end())
+        self._before = signal.signal(_SIGNAL, lambda *_: self.end(self._message, 1))
         self._thread = threading.Thread(target=self._wait, name="glm-sglang-failures", daemon=True)
         self._thread.start()
 
@@ -98,17 +106,24 @@ class Listener:
         self._message = received.decode(errors="replace").partition("\0")[0].rstrip("\n")
         signal.pthread_kill(self._main, _SIGNAL)
         time.sleep(_PATIENCE_S)  # the main thread may be deep in native code
-        self._end()
+        self.end(self._message, 1)
 
-    def _end(self) -> NoReturn:
-        """Say why, kill everybody, go. Whichever thread comes first does it; the other waits for the end."""
-        if self._ending.acquire(blocking=False):
-            print(self._message, file=sys.stderr, flush=True)
-            kill_children()
-            shutil.rmtree(self.folder, ignore_errors=True)
-        else:
+    def end(self, message: str, code: int) -> None:
+        """Say why, kill everybody, go. The first call does it; one that interrupts it, from a signal handler, returns to
+        it, and one in another thread waits for the end.
+        """
+        if not self._ending.acquire(blocking=False):
             time.sleep(_REAP_S)
-        os._exit(1)
+            os._exit(code)
+        if self._ends:
+            return
+        self._ends = True
+        # Not print: a signal may have come in the midst of one, whose buffer takes no second.
+        with contextlib.suppress(OSError):  # a closed terminal, a pipe whose reader got Ctrl-C as well
+            os.write(2, f"{message}\n".encode(errors="replace"))
+        kill_children()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(code)
 
     def close(self) -> None:
         """Stop listening and remove the folder."""
@@ -129,17 +144,24 @@ def _remove_stale_folders() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def kill_children() -> None:
+def kill_children(*, tracker: bool = True) -> None:
     """Kill every process below this one, wait until they are gone, and whoever they started meanwhile as
     well.
+
+    tracker: multiprocessing's resource tracker, too. It ends by itself after this process; one that exits in
+    the usual way still has things to tell it, and starts another where it is gone.
     """
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     # From here on an orphan becomes our child instead of init's, so a process started during the kill is
     # found.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    spared = None if tracker else getattr(resource_tracker._resource_tracker, "_pid", None)
     deadline = time.monotonic() + _REAP_S
-    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        children = [c for c in psutil.Process().children(recursive=True) if c.pid != spared]
+        if not children:
+            break
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm_sglang import own_flags
+from glm_sglang.cache import launch as cache_launch
 from glm_sglang.command_line import Request
+from glm_sglang.moe.choice import MEGAMOE, Decision
 from glm_sglang.platform_choice import PlatformName
+from glm_sglang.prefill_graph import options as graph_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,29 @@ def prefill_defaults(request: Request) -> list[Filled]:
     return filled
 
 
-def fill(request: Request, platform: PlatformName) -> list[Filled]:
-    """The values to fill in for this request: what it did not set, on the command line or in --config."""
-    if request.has(own_flags.NO_DEFAULTS):
+def megamoe(moe: Decision | None) -> list[Filled]:
+    """What MegaMoE needs of SGLang's flags."""
+    if moe is None or moe.path != MEGAMOE:
         return []
-    wanted: dict[str, Filled] = {}
+    return [
+        Filled("moe_a2a_backend", MEGAMOE, moe.reason),
+        Filled("disable_shared_experts_fusion", True, "MegaMoE runs routed experts only"),
+    ]
+
+
+def fill(request: Request, platform: PlatformName, moe: Decision | None = None) -> list[Filled]:
+    """The values to fill in for this request: what it did not set, on the command line or in --config.
+
+    `--glm-no-defaults` leaves only what explicit --glm-moe and --glm-cache-url mean. Raises UsageError for a
+    cache that cannot go with the other flags, and for graphs that must be where none can be.
+    """
+    graph_options.judge(platform)
+    cache = [Filled(name, value, why) for name, (value, why) in cache_launch.fields(request).items()]
+    wanted = {filled.field: filled for filled in megamoe(moe)}
+    if request.has(own_flags.NO_DEFAULTS):
+        explicit = request.get(own_flags.MOE.dest, None) == MEGAMOE
+        kept = [filled for filled in wanted.values() if explicit and filled.field not in request.given]
+        return kept + cache
     if request.get("disaggregation_mode", "null") == "prefill":
         wanted.update({filled.field: filled for filled in prefill_defaults(request)})
     if platform == "reference":
@@ -54,4 +75,4 @@ def fill(request: Request, platform: PlatformName) -> list[Filled]:
             wanted[name] = Filled(name, value, "the reference platform")
         if exact := exact_dtype(str(request.get("model_path", ""))):
             wanted["dtype"] = Filled("dtype", exact, "the checkpoint's own; SGLang's auto would take float16")
-    return [filled for name, filled in wanted.items() if name not in request.given]
+    return [filled for name, filled in wanted.items() if name not in request.given] + cache

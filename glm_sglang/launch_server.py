@@ -9,7 +9,10 @@ Multiprocessing imports this module again in every child, as __mp_main__: nothin
 """
 
 import contextlib
+import errno
+import importlib.util
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -26,10 +29,15 @@ from glm_sglang import (
     platform_choice,
     scope,
     settings,
+    startup,
+    stopping,
 )
+from glm_sglang.cache import launch as cache_launch
 from glm_sglang.command_line import PROGRAM, Request
 from glm_sglang.errors import ContractError, UsageError
 from glm_sglang.launch_defaults import Filled
+from glm_sglang.moe import choice as moe_choice
+from glm_sglang.reference_platform import defaults
 from glm_sglang.upstream import check, pins, rooms
 
 USAGE_CODE = 2
@@ -41,10 +49,16 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 _PLUGIN = "glm_sglang"  # our entry points' name
 
+# A process of its own, not a test that imports this. plugin.install ends it.
+if __name__ in ("__main__", "__mp_main__"):
+    startup.defer_collections()
+if __name__ == "__mp_main__":
+    stopping.leave_to_launcher()
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher; returns the exit code: 0, 1 for a broken contract, 2 for something the user must
-    change.
+    change, 128 + signal where a signal ended it.
     """
     argv = sys.argv[1:] if argv is None else argv
     if command_line.wants_help(argv):
@@ -58,40 +72,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ContractError as error:
         print(f"{failure.PREFIX}{error}", file=sys.stderr)
         return FAILURE_CODE
+    except KeyboardInterrupt:  # within the first second: from then on `stopping` answers
+        return 128 + signal.SIGINT
 
 
 def _launch(argv: Sequence[str]) -> int:
     request = command_line.parse(argv)
     settings.check_names()
+    with own_flags.as_written(request.given):
+        return _run(request)
+
+
+def _run(request: Request) -> int:
     own_flags.hand_down(request.given)
+    own_flags.check_values()
     refuse_unloaded()
     _refuse_processes_without_plugins(request)
-    checkpoint_check.check(request.given.get("model_path"))
+    _refuse_absent_grammar(request)
+    known = checkpoint_check.check(request.given.get("model_path")) is not None
     printing = request.has(own_flags.PRINT_CONFIG)
     if not printing:
         _refuse_taken_ports(request)
     listener = failure.Listener()
     scope.enter(listener.folder)
+    stopping.end_at_signals(listener)
     try:
         chosen = _choose_platform()
         _check_contract(chosen)
-        environment = _set_environment(request)
-        filled = launch_defaults.fill(request, chosen.platform)
+        environment = _set_environment(request, chosen, listener.folder, known)
+        moe = moe_choice.decide(request, chosen.platform)
+        os.environ[settings.MOE.name] = moe.path
+        filled = launch_defaults.fill(request, chosen.platform, moe)
         arguments = command_line.as_argv({value.field: value.value for value in filled})
         arguments += command_line.for_sglang(request, listener.folder)
-        _say(chosen, filled)
+        _say(chosen, moe, filled, environment)
         if printing:
-            _print_config(request, chosen, filled, environment, arguments)
+            _print_config(request, chosen, moe, filled, environment, arguments)
         else:
-            _serve(arguments)
+            with cache_launch.embedded_valkey():
+                _serve(arguments)
     finally:
-        failure.kill_children()
+        stopping.ignore_signals()
+        failure.kill_children(tracker=False)
         listener.close()
     return 0
 
 
 def refuse_unloaded() -> None:
-    """Raise UsageError where SGLang's settings keep this fork's plugin out."""
+    """Raise UsageError where SGLang's settings keep this fork's plugin out, or requests away from it."""
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and _PLUGIN not in [name.strip() for name in allowed.split(",")]:
         raise UsageError(
@@ -104,12 +132,20 @@ def refuse_unloaded() -> None:
             f"SGLANG_PLATFORM is {selected!r}, with which SGLang leaves this fork's plugin out; unset "
             f"it and choose with {settings.PLATFORM.name} (allowed: {', '.join(settings.PLATFORM.allowed)})"
         )
+    # UPSTREAM: environ.EnvBool's words for true.
+    rust = os.environ.get("SGLANG_RUST_SERVER", "")
+    if rust.lower() in ("true", "1", "yes", "y"):
+        raise UsageError(
+            f"SGLANG_RUST_SERVER is {rust!r}; unset it: SGLang's Rust server has none of this fork's answers to requests"
+        )
 
 
 def _refuse_processes_without_plugins(request: Request) -> None:
-    """Raise UsageError for flags under which SGLang starts processes that load no plugins.
+    """Raise UsageError for flags under which SGLang starts processes that load no plugins, or a server in which a part
+    of this fork has no effect.
 
-    UPSTREAM: uvicorn workers of http_server (tokenizer_worker_num > 1), ray.scheduler_actor.SchedulerActor.
+    UPSTREAM: uvicorn workers of http_server (tokenizer_worker_num > 1), ray.scheduler_actor.SchedulerActor,
+    entrypoints.grpc_server.serve_grpc (--grpc-mode), which has no TokenizerManager. --grpc-port has.
     """
     if _number(request, "tokenizer_worker_num", 1) > 1:
         raise UsageError(
@@ -118,6 +154,22 @@ def _refuse_processes_without_plugins(request: Request) -> None:
         )
     if request.get("use_ray", False):
         raise UsageError("--use-ray is not supported: SGLang's Ray actors do not load plugins; leave it out")
+    for mode in ("smg_grpc_mode", "grpc_mode"):
+        if request.get(mode, False):
+            raise UsageError(
+                f"--{mode.replace('_', '-')} is not supported: that server has none of this fork's answers to requests; "
+                "--grpc-port serves gRPC beside HTTP"
+            )
+
+
+def _refuse_absent_grammar(request: Request) -> None:
+    """Raise UsageError for a grammar backend that this Python lacks: SGLang would miss it with the model loaded."""
+    backend = request.get("grammar_backend", None)
+    if backend == "outlines" and importlib.util.find_spec("outlines") is None:
+        raise UsageError(
+            "--grammar-backend outlines: the package outlines is not installed (the version that SGLang takes has no "
+            "wheels for Python 3.13); leave the flag out (xgrammar), or run with Python 3.11 or 3.12"
+        )
 
 
 def _number(request: Request, name: str, default: int) -> int:
@@ -147,6 +199,10 @@ def _refuse_taken_ports(request: Request) -> None:
             try:
                 probe.bind(address)
             except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise UsageError(
+                        f"--host {host}: this machine has no such address; give one of its own, or 0.0.0.0 for all"
+                    ) from error
                 raise UsageError(
                     f"{flag} {port} on {host}: {error.strerror}; give another with {flag}"
                 ) from error
@@ -169,21 +225,41 @@ def _check_contract(chosen: platform_choice.Choice) -> None:
     check.check_symbols(rooms.symbols(rooms.everything(chosen.platform)), settings.allow_untested())
 
 
-def _set_environment(request: Request) -> dict[str, str]:
-    added = offline.set_defaults()
+def _set_environment(
+    request: Request, chosen: platform_choice.Choice, run_folder: Path, known: bool
+) -> dict[str, str]:
+    """known: the checkpoint is there and is GLM-5.x."""
+    added = offline.set_defaults() | startup.see_who_leaves()
+    reference = chosen.platform == "reference"
+    if reference:
+        added |= defaults.set_thread_defaults()
+    if reference and known and not any(name.startswith("speculative_") for name in request.given):
+        added |= startup.only_glm_models()
     if Path(str(request.given["model_path"])).expanduser().is_dir():
         added |= offline.keep_off_the_hub()
     host = str(request.get("host", DEFAULT_HOST))
     if host in ("127.0.0.1", "localhost", "::1") and _number(request, "nnodes", 1) == 1:
-        added |= offline.stay_on_loopback()
-    return added
+        added |= offline.stay_on_loopback(transfers=reference)
+        one_group = _number(request, "dp_size", 1) == 1 or request.get("enable_dp_attention", False)
+        if reference and one_group and "dist_init_addr" not in request.given:
+            added |= offline.meet_in_a_file(run_folder)
+    return added | offline.advertise(host)
 
 
-def _say(chosen: platform_choice.Choice, filled: list[Filled]) -> None:
+def _say(
+    chosen: platform_choice.Choice,
+    moe: moe_choice.Decision,
+    filled: list[Filled],
+    environment: dict[str, str],
+) -> None:
     print(f"{failure.PREFIX}{chosen.platform} platform: {chosen.reason}", file=sys.stderr)
+    print(f"{failure.PREFIX}{moe}", file=sys.stderr)
     for value in filled:
         shown = " ".join(command_line.as_argv({value.field: value.value}))
         print(f"{failure.PREFIX}filled in {shown}: {value.why}", file=sys.stderr)
+    if address := environment.get(offline.HOST_IP):
+        why = "where prefill and decode meet, as --host says"
+        print(f"{failure.PREFIX}filled in {offline.HOST_IP}={address}: {why}", file=sys.stderr)
     sys.stderr.flush()
 
 
@@ -210,11 +286,8 @@ def _prepare(arguments: list[str]) -> Any:
     with _one_line(ValueError):
         judge.parse_args(_merged(judge, arguments))
         server_args = prepare_server_args(arguments)
-    # UPSTREAM: launch_server.run_server writes tokenizer_path before it resolves in gRPC mode, so leave that
-    # to it.
-    if not (server_args.smg_grpc_mode or server_args.grpc_mode):
-        with _one_line(ValueError, AssertionError, NotImplementedError, OSError, ImportError):
-            server_args.resolve_once()
+    with _one_line(ValueError, AssertionError, NotImplementedError, OSError, ImportError):
+        server_args.resolve_once()
     return server_args
 
 
@@ -250,6 +323,7 @@ def _serve(arguments: list[str]) -> None:
 def _print_config(
     request: Request,
     chosen: platform_choice.Choice,
+    moe: moe_choice.Decision,
     filled: list[Filled],
     environment: dict[str, str],
     arguments: list[str],
@@ -269,8 +343,11 @@ def _print_config(
         "pins": {pin.name: pins.installed(pin.name) for pin in pins.contract(chosen.platform)},
         "hooks": [hook.target for hook in done.hooks] if done else [],
         "untested": list(done.untested) if done else [],
-        "glm": {flag.option: request.given.get(flag.dest, False) for flag in own_flags.FLAGS},
-        "variables": {v.name: settings.read(v) for v in settings.VARIABLES if not v.internal},
+        "glm": {flag.option: own_flags.shown(flag, request.given) for flag in own_flags.FLAGS},
+        "variables": {
+            v.name: settings.shown(v, settings.read(v)) for v in settings.VARIABLES if not v.internal
+        },
+        "moe": moe.report(),
         "filled": {value.field: value.value for value in filled},
         "environment": environment,
         "server_args": resolved,

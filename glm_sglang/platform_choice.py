@@ -5,6 +5,7 @@ torch's version file, so neither the launcher nor `--help` imports torch or open
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -21,6 +22,11 @@ from glm_sglang.upstream.hooks import Scope
 SUPPORTED: dict[tuple[int, int], str] = {(9, 0): "SM90", (10, 0): "SM100", (10, 3): "SM103"}
 
 PlatformName = Literal["reference", "cuda", "stock"]
+
+INSTALL_GPU = "make setup-gpu in the checkout installs the GPU stack"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GPU_ONLY = "sglang-kernel"  # a distribution that only the GPU environment holds
+_DRIVER = Path("/proc/driver/nvidia")  # there while NVIDIA's kernel module is loaded, in containers too
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,13 @@ class Hardware:
     devices      CUDA devices visible to this process, by NVML and CUDA_VISIBLE_DEVICES.
     torch_cuda   CUDA version torch was built for; "" for a CPU build or where torch is not installed.
     accelerator  another kind of accelerator that torch found ("xpu", "npu", "hip" …); "" if none.
+    unseen       why a device ought to be visible although none is; "" where there is no reason to think so.
     """
 
     devices: tuple[Device, ...]
     torch_cuda: str
     accelerator: str = ""
+    unseen: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +75,13 @@ class Choice:
 def choose(setting: str, hardware: Hardware, where: Scope) -> Choice:
     """The platform for `setting` ("auto", "reference", "cuda") on `hardware` in this scope.
 
-    Raises UsageError where "cuda" is asked for and can't be had.
+    Raises UsageError where "cuda" is asked for and can't be had, and where "auto" finds no device that ought to be
+    there: a GPU node that serves on its CPU would look healthy.
     """
     supported = [device for device in hardware.devices if device.supported]
     names = ", ".join(str(device) for device in hardware.devices) or "no CUDA device"
+    if hardware.unseen:
+        names += f", though {hardware.unseen}"
     if setting == "reference":
         return Choice("reference", f"{settings.PLATFORM.name}=reference")
     if setting == "cuda":
@@ -82,15 +93,19 @@ def choose(setting: str, hardware: Hardware, where: Scope) -> Choice:
         if not hardware.torch_cuda:
             raise UsageError(
                 f"{settings.PLATFORM.name}=cuda needs a CUDA build of torch, found a CPU build beside "
-                f"{names}; install the gpu extra: pip install 'glm-sglang[gpu]'"
+                f"{names}; {INSTALL_GPU}"
             )
         return Choice("cuda" if where == "launcher" else "stock", f"{settings.PLATFORM.name}=cuda")
-    if where == "installed" and (hardware.devices or hardware.accelerator):
+    if where == "installed" and (hardware.devices or hardware.accelerator or hardware.unseen):
         return Choice("stock", f"a stock launcher on {hardware.accelerator or names} is left alone")
+    if hardware.unseen:
+        raise UsageError(
+            f"{names}; nvidia-smi says why. {settings.PLATFORM.name}=reference serves on the CPU all the same"
+        )
     if not supported:
         return Choice("reference", f"{names}; GLM-5.x's kernels need {', '.join(SUPPORTED.values())}")
     if not hardware.torch_cuda:
-        return Choice("reference", f"{names}, but torch is a CPU build (pip install 'glm-sglang[gpu]')")
+        return Choice("reference", f"{names}, but torch is a CPU build ({INSTALL_GPU})")
     return Choice("cuda", str(supported[0]))
 
 
@@ -107,29 +122,65 @@ def torch_cuda_version() -> str:
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
-    """The CUDA devices a process with this environment would see, by NVML; () without a driver."""
+    """The CUDA devices a process with this environment would see, by NVML; () where NVML answers nothing."""
+    return select_visible(_ask_nvml()[0], environ.get(_VISIBLE))
+
+
+def detect(environ: Mapping[str, str] = os.environ, accelerator: str = "") -> Hardware:
+    """What this machine offers a process with this environment, and whether a GPU seems to be missing."""
+    devices, error = _ask_nvml()
+    wanted = environ.get(_VISIBLE)
+    visible = select_visible(devices, wanted)
+    unseen = "" if visible or hides_all(wanted) else _missing(len(devices), wanted, error)
+    return Hardware(visible, torch_cuda_version(), accelerator, unseen)
+
+
+def hides_all(visible: str | None) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES was set to hide every device: empty, or an invalid index first."""
+    return visible is not None and visible.partition(",")[0].strip() in ("", "-1", "NoDevFiles")
+
+
+def _missing(devices: int, wanted: str | None, error: str) -> str:
+    """Why a CUDA device ought to be visible where none is; "" without a reason."""
+    if devices:
+        return f"NVML sees {devices} ({_VISIBLE} is {wanted!r})"
+    said = f" (NVML: {error})" if error else ""
+    if _installed(_GPU_ONLY):
+        return f"this environment holds the GPU stack ({_GPU_ONLY}){said}"
+    return f"NVIDIA's driver is loaded ({_DRIVER}){said}" if _DRIVER.exists() else ""
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _ask_nvml() -> tuple[dict[str, Device], str]:
+    """Every CUDA device of the machine by UUID, in NVML's order; and why NVML gave none, "" where it answered."""
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError:
-        return ()
+        return {}, "nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
+    except pynvml.NVMLError as error:
+        return {}, str(error)
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        devices = {
+        return {
             str(pynvml.nvmlDeviceGetUUID(handle)): Device(
                 str(pynvml.nvmlDeviceGetName(handle)),
                 _capability(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
             for handle in handles
-        }
-    except pynvml.NVMLError:
-        return ()
+        }, ""
+    except pynvml.NVMLError as error:
+        return {}, str(error)
     finally:
         pynvml.nvmlShutdown()
-    return select_visible(devices, environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _capability(pair: Sequence[int]) -> tuple[int, int]:
@@ -178,7 +229,7 @@ def hide_cuda() -> None:
 
     For the reference platform.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[_VISIBLE] = ""
 
 
 @functools.cache
@@ -192,4 +243,4 @@ def current() -> Choice:
     if scope.in_launcher_child() and setting != "auto":
         return Choice("reference" if setting == "reference" else "cuda", "chosen by the launcher")
     accelerator = other_accelerator() if where == "installed" else ""
-    return choose(setting, Hardware(visible_devices(), torch_cuda_version(), accelerator), where)
+    return choose(setting, detect(accelerator=accelerator), where)

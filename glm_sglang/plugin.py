@@ -7,7 +7,7 @@ serves on, so nothing here lets one out: what goes wrong ends the process (`glm_
 import logging
 from typing import Any
 
-from glm_sglang import failure, offline, platform_choice, scope
+from glm_sglang import failure, offline, platform_choice, scope, startup
 from glm_sglang.errors import ContractError, UsageError
 from glm_sglang.upstream.install import Installed, conflict, describe, overlap
 from glm_sglang.upstream.install import install as install_changes
@@ -44,6 +44,7 @@ def install() -> None:
             _installed = Installed()
             return
         offline.set_defaults()
+        startup.see_who_leaves()  # a stock decode server; our launcher has done so
         _installed = install_changes(chosen.platform, scope.current())
         _check_platform(chosen.platform)
     except (ContractError, UsageError) as error:
@@ -57,6 +58,7 @@ def install() -> None:
                 mend="python -m glm_sglang.doctor repeats it without a model; report it with this message",
             )
         )
+    startup.usual_collections()
     _announce(_installed, chosen)
 
 

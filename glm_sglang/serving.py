@@ -38,7 +38,13 @@ _NOISE = re.compile(
     r"|it/s\]|s/it\]|\"GET /|freeze_gc|Ignore import error|Cannot detect CUDA|import pynvml|NVML"
 )
 # Waits for the end of its standard input, whose other end dies with us, then ends the group $1.
-_GUARD = 'read -r _; kill -TERM "$1"; sleep "$2"; kill -KILL "-$1"'
+_GUARD = """
+read -r _
+kill -TERM "$1"
+left=$2
+while [ $left -gt 0 ] && kill -0 "-$1"; do sleep 0.1; left=$((left - 1)); done
+kill -KILL "-$1"
+"""
 _handed_out: set[int] = set()
 
 
@@ -99,6 +105,19 @@ def group_members(group: int) -> list[int]:
     return found
 
 
+def guard(leader: int) -> subprocess.Popen[bytes]:
+    """Stops the process group of `leader` should this process die without having done so (SIGKILL, os._exit): SIGTERM
+    to the leader, SIGKILL to the group 10 s later. Whoever stops it himself kills the guard.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "guard", str(leader), str(int(_TERM_S * 10))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 class Process:
     """One server process: `start()`, `wait_ready()`, `stop()`, or a `with` block that does all three.
 
@@ -136,6 +155,7 @@ class Process:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        self._told_at = 0.0  # when it was told to end; 0: not yet
 
     @property
     def url(self) -> str:
@@ -167,14 +187,7 @@ class Process:
                 env=environment,
                 start_new_session=True,
             )
-        # Should this process die without cleaning up (SIGKILL, os._exit), the guard stops the server.
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, "guard", str(self._process.pid), str(int(_TERM_S))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._guard = guard(self._process.pid)
         self._started_at = time.monotonic()
 
     def _check_port(self) -> None:
@@ -233,15 +246,21 @@ class Process:
         if self._owns_log:
             self.log.unlink(missing_ok=True)
 
+    def begin_to_stop(self) -> None:
+        """Tells the process to end and does not wait, as `stop` does. Harmless when not running, and twice."""
+        # The leader alone: it tells its children.
+        if self._process is not None and not self._told_at and self._process.poll() is None:
+            self._told_at = time.monotonic()
+            self._process.send_signal(signal.SIGTERM)
+
     def _end_group(self) -> None:
         process = self._process
         if process is None:
             return
         group = process.pid
-        # The leader first and alone: it tells its children. Whoever outlives the grace period is killed.
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + _TERM_S
+        self.begin_to_stop()
+        # Whoever outlives the grace period is killed.
+        deadline = (self._told_at or time.monotonic()) + _TERM_S
         while group_members(group) and time.monotonic() < deadline:
             process.poll()  # reaps the leader
             time.sleep(_POLL_S)
@@ -253,7 +272,7 @@ class Process:
             process.poll()
             time.sleep(_POLL_S)
         process.wait()
-        self._process = None
+        self._process, self._told_at = None, 0.0
         if self._guard is not None:
             self._guard.kill()  # before its input ends: the group id is free for others now
             self._guard.communicate()
@@ -275,6 +294,14 @@ class Process:
             self.stop()
         else:
             self._end_group()
+
+
+def stop_together(processes: Sequence[Process]) -> None:
+    """Tells all of them to end, in this order, then waits for each: a server takes seconds to drain."""
+    for process in processes:
+        process.begin_to_stop()
+    for process in processes:
+        process.stop()
 
 
 class Server(Process):

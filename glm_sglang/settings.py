@@ -6,6 +6,7 @@ misspelt setting must not be ignored in silence.
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class Variable:
     allowed   the values accepted; () accepts any text.
     default   what an unset or empty variable means.
     internal  set by this fork for its own child processes, not by a user.
+    secret    may hold a password: printed without it.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Variable:
     default: str = ""
     allowed: tuple[str, ...] = ()
     internal: bool = False
+    secret: bool = False
 
 
 PLATFORM = Variable(
@@ -48,6 +51,59 @@ INDEX_KEYS = Variable(
     default="exact",
     allowed=("exact", "fp8"),
 )
+START_METHOD = Variable(
+    name="GLM_SGLANG_START_METHOD",
+    meaning="how the reference platform starts processes: auto copies the launcher, spawn imports anew, as on a GPU",
+    default="auto",
+    allowed=("auto", "spawn"),
+)
+MOE = Variable(
+    name="GLM_SGLANG_MOE",
+    meaning="how MoE layers run: MegaMoE where it is verified, MegaMoE, or SGLang's own expert parallelism",
+    default="auto",
+    allowed=("auto", "megamoe", "stock"),
+)
+CACHE_URL = Variable(
+    name="GLM_SGLANG_CACHE_URL",
+    meaning="where pages of KV are kept besides the CPU pool (--glm-cache-url); none: no cache",
+    default="none",
+    secret=True,
+)
+CACHE_WAIT = Variable(
+    name="GLM_SGLANG_CACHE_WAIT",
+    meaning="how long a request may be held back for its pages from Valkey: never, milliseconds, or complete",
+    default="2000",
+)
+CACHE_POOL_GB = Variable(
+    name="GLM_SGLANG_CACHE_POOL_GB", meaning="size of the CPU pool of each rank, in GiB", default="8"
+)
+CACHE_TTL_S = Variable(
+    name="GLM_SGLANG_CACHE_TTL_S",
+    meaning="how long Valkey keeps a page, in seconds; 0: as long as it has room",
+    default="86400",
+)
+CACHE_AUDIT = Variable(
+    name="GLM_SGLANG_CACHE_AUDIT",
+    meaning="a folder: every page's digest is written there when it is saved and when it is loaded (tests)",
+    internal=True,
+)
+PREFILL_GRAPH = Variable(
+    name="GLM_SGLANG_PREFILL_GRAPH",
+    meaning="CUDA graphs of prefill steps: this fork's where they can be, required, or SGLang's own as they are",
+    default="off",
+    allowed=("auto", "strict", "off"),
+)
+PREFILL_GRAPH_BUCKETS = Variable(
+    name="GLM_SGLANG_PREFILL_GRAPH_BUCKETS",
+    meaning="token counts to capture instead of the planned ones, separated by commas; auto: planned",
+    default="auto",
+)
+VERIFY_GRAPHS = Variable(
+    name="GLM_SGLANG_VERIFY_GRAPHS",
+    meaning="1: every captured bucket is compared with the eager model before the server is ready",
+    default="0",
+    allowed=("0", "1"),
+)
 VENV = Variable(name="GLM_SGLANG_VENV", meaning="where `make` keeps its virtual environment", default=".venv")
 LAUNCHER = Variable(
     name="GLM_SGLANG_LAUNCHER",
@@ -55,7 +111,23 @@ LAUNCHER = Variable(
     internal=True,
 )
 
-VARIABLES: tuple[Variable, ...] = (PLATFORM, ALLOW_UNTESTED, INDEX_KEYS, VENV, LAUNCHER)
+VARIABLES: tuple[Variable, ...] = (
+    PLATFORM,
+    ALLOW_UNTESTED,
+    INDEX_KEYS,
+    START_METHOD,
+    MOE,
+    PREFILL_GRAPH,
+    PREFILL_GRAPH_BUCKETS,
+    VERIFY_GRAPHS,
+    CACHE_URL,
+    CACHE_WAIT,
+    CACHE_POOL_GB,
+    CACHE_TTL_S,
+    CACHE_AUDIT,
+    VENV,
+    LAUNCHER,
+)
 
 
 def read(variable: Variable, environ: Mapping[str, str] = os.environ) -> str:
@@ -67,6 +139,13 @@ def read(variable: Variable, environ: Mapping[str, str] = os.environ) -> str:
     if variable.allowed and value not in variable.allowed:
         raise UsageError(f"{variable.name} is {value!r}, allowed: {', '.join(variable.allowed)}")
     return value
+
+
+def shown(variable: Variable, value: str) -> str:
+    """A value fit for a log: of a URL with a password, everything but the password."""
+    if not variable.secret:
+        return value
+    return re.sub(r"(://[^/@]*:)[^/]*@", r"\1***@", value)
 
 
 def allow_untested(environ: Mapping[str, str] = os.environ) -> bool:

@@ -1,11 +1,13 @@
 """`make demo`: prefill, decode and router on this machine, a two-turn chat over real text, and a table of what happened.
 
 Nothing here is special to the demo: the same launcher, flags and router as on a GPU node, on free ports, with a small
-GLM-5.3-shaped checkpoint that is made on the spot. DEMO_KEEP=1 leaves it serving until Ctrl-C.
+GLM-5.3-shaped checkpoint that is made on the spot. DEMO_KEEP=1 leaves it serving until Ctrl-C. DEMO_RESTART=valkey or
+DEMO_RESTART=prefill restarts that one between the turns: the second turn keeps its hits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,11 +18,13 @@ from pathlib import Path
 
 import httpx
 import orjson
+from glm_connectors.valkey_store import EmbeddedServer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from glm_sglang import settings
 from glm_sglang.cluster import Cluster
 from glm_sglang.serving import ServerError, group_members
 
@@ -37,16 +41,24 @@ SERVER_ARGS = (
     *("--enable-cache-report", "--skip-server-warmup"),
 )
 
+#: What the prefill node has besides: a CPU pool, and a Valkey that outlives it.
+CACHE_ARGS = ("--glm-cache-pool-gb", "0.5", "--glm-cache-wait", "2000")
+RESTARTS = ("", "valkey", "prefill")
+
 console = Console(stderr=False)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn as the client saw it. Seconds are wall-clock from sending the request."""
+    """One turn as the client saw it. Seconds are wall-clock from sending the request.
+
+    pool_tokens: of the cached tokens, those that the device had lost and the CPU pool gave back.
+    """
 
     turn: int
     prompt_tokens: int
     cached_tokens: int
+    pool_tokens: int
     output_tokens: int
     ttft_s: float
     prefill_tokens_per_s: float
@@ -55,22 +67,29 @@ class Turn:
 
 
 class MemoryWatch(threading.Thread):
-    """Highest sum of proportional set sizes of the cluster's processes, sampled every 8 seconds.
+    """Highest sum of proportional set sizes of the demo's processes, sampled every 8 seconds and at the end.
 
     Not more often: a sample takes the kernel a good part of a second, on the cores that the servers need.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, valkey: EmbeddedServer) -> None:
         super().__init__(daemon=True)
         self.cluster = cluster
+        self.valkey = valkey
         self.peak_bytes = 0
         self.done = threading.Event()
 
     def run(self) -> None:
         while not self.done.wait(8):
-            groups = [process.pid for process in self.cluster.processes if process.alive]
-            now = sum(_pss(pid) for group in groups for pid in group_members(group))
-            self.peak_bytes = max(self.peak_bytes, now)
+            self.sample()
+
+    def sample(self) -> None:
+        """Takes one sample."""
+        pids = [os.getpid(), self.valkey.pid]
+        for process in self.cluster.processes:
+            with contextlib.suppress(RuntimeError):  # not started yet, or stopped meanwhile
+                pids += group_members(process.pid)
+        self.peak_bytes = max(self.peak_bytes, sum(map(_pss, pids)))
 
 
 def _pss(pid: int) -> int:
@@ -122,7 +141,31 @@ def start(cluster: Cluster) -> None:
         live.update(draw())
 
 
-def ask(client: httpx.Client, number: int, messages: list[dict[str, str]]) -> Turn:
+def pool_tokens(cluster: Cluster) -> int:
+    """Tokens that the prefill node has loaded from its CPU pool so far."""
+    metrics = httpx.get(f"{cluster.prefills[0].url}/metrics", timeout=10, trust_env=False).text
+    loaded = [line for line in metrics.splitlines() if line.startswith("glm_sglang:cache_load_pages_total{")]
+    return 64 * sum(round(float(line.rpartition(" ")[2])) for line in loaded)
+
+
+def restart(what: str, cluster: Cluster, valkey: EmbeddedServer) -> None:
+    """Ends the Valkey server, or prefill, and starts it again at the same address, with nothing in memory."""
+    began = time.monotonic()
+    if what == "valkey":
+        valkey.stop()
+        valkey.start()
+    elif what == "prefill":
+        time.sleep(2)  # the first turn's pages are on their way to Valkey
+        cluster.prefills[0].stop()
+        cluster.prefills[0].start()
+        cluster.prefills[0].wait_ready()
+        cluster.router.wait_ready()
+    else:
+        return
+    console.print(f"\n{what} was restarted in {time.monotonic() - began:.0f} s", style="bold")
+
+
+def ask(client: httpx.Client, number: int, messages: list[dict[str, str]], cluster: Cluster) -> Turn:
     """Streams one turn through the OpenAI API and appends the answer to `messages`."""
     body = {
         "model": "glm-5.3-tiny",
@@ -133,6 +176,7 @@ def ask(client: httpx.Client, number: int, messages: list[dict[str, str]]) -> Tu
         "stream_options": {"include_usage": True},
     }
     answer, first, usage = "", 0.0, {}
+    loaded_before = pool_tokens(cluster) if number > 1 else 0
     sent = time.monotonic()
     console.print(f"\n[bold]turn {number}[/bold]  {messages[-1]['content'][-60:]!r}")
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -142,6 +186,8 @@ def ask(client: httpx.Client, number: int, messages: list[dict[str, str]]) -> Tu
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = orjson.loads(line[6:])
+            if event.get("error"):
+                raise RuntimeError(str(event["error"]))
             usage = event.get("usage") or usage
             for choice in event["choices"]:
                 if piece := choice["delta"].get("content"):
@@ -154,10 +200,13 @@ def ask(client: httpx.Client, number: int, messages: list[dict[str, str]]) -> Tu
         raise RuntimeError("the answer is empty")
     messages.append({"role": "assistant", "content": answer})
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if number > 1:
+        time.sleep(1.1)  # metrics are brought up to date once a second
     return Turn(
         turn=number,
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=cached,
+        pool_tokens=pool_tokens(cluster) - loaded_before if number > 1 else 0,
         output_tokens=usage["completion_tokens"],
         ttft_s=round(first - sent, 3),
         prefill_tokens_per_s=round((usage["prompt_tokens"] - cached) / (first - sent), 1),
@@ -169,10 +218,18 @@ def ask(client: httpx.Client, number: int, messages: list[dict[str, str]]) -> Tu
 def show(turns: list[Turn], first_answer_s: float, memory_bytes: int) -> None:
     """The table, and the same as demo-report.json."""
     table = Table(title="two turns through prefill → NIXL → decode")
-    for name in ("turn", "prompt tokens", "cached tokens", "TTFT s", "prefill tokens/s", "decode tokens/s"):
+    for name in (
+        "turn",
+        "prompt tokens",
+        "cached tokens",
+        "from the pool",
+        "TTFT s",
+        "prefill tokens/s",
+        "decode tokens/s",
+    ):
         table.add_column(name, justify="right")
     for turn in turns:
-        numbers = (turn.turn, turn.prompt_tokens, turn.cached_tokens, turn.ttft_s)
+        numbers = (turn.turn, turn.prompt_tokens, turn.cached_tokens, turn.pool_tokens, turn.ttft_s)
         table.add_row(*map(str, numbers), str(turn.prefill_tokens_per_s), str(turn.decode_tokens_per_s))
     console.print()
     console.print(table)
@@ -200,25 +257,53 @@ def keep(cluster: Cluster) -> None:
     signal.pause()
 
 
+def ignore_signals() -> None:
+    """For the stopping, which nothing must interrupt."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def end_at_signals() -> None:
+    """Ctrl-C (also where a shell ignored SIGINT), SIGTERM and a closed terminal end the demo through `finally`, which
+    leaves no process behind. The first one counts.
+    """
+
+    def end(number: int, _: object) -> None:
+        ignore_signals()
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, end)
+
+
 def main() -> int:
-    # SIGTERM ends the demo as Ctrl-C does, and Ctrl-C also where a shell ignored SIGINT: through `finally`,
-    # which leaves no process behind.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_at_signals()
+    # Also on a machine with a GPU, for which `make setup` has not installed what CUDA needs.
+    os.environ.setdefault(settings.PLATFORM.name, "reference")
     began = time.monotonic()
     text = (ROOT / "LICENSE").read_text()[:TEXT_BYTES]
+    to_restart = os.environ.get("DEMO_RESTART", "")
+    if to_restart not in RESTARTS:
+        console.print(f"[red]DEMO_RESTART is {to_restart!r}, allowed: {', '.join(RESTARTS[1:])}")
+        return 2
     model = checkpoint()
-    cluster = Cluster(model, prefill_args=SERVER_ARGS, decode_args=SERVER_ARGS, logs=WORK / "logs")
-    watch = MemoryWatch(cluster)
+    valkey = EmbeddedServer()
+    prefill_args = (*SERVER_ARGS, "--glm-cache-url", valkey.url, *CACHE_ARGS)
+    cluster = Cluster(model, prefill_args=prefill_args, decode_args=SERVER_ARGS, logs=WORK / "logs")
+    watch = MemoryWatch(cluster, valkey)
     try:
         watch.start()
         start(cluster)
         messages = [{"role": "user", "content": f"{text}\n\n{QUESTIONS[0]}"}]
         with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False) as client:
             ready = time.monotonic()
-            turns = [ask(client, 1, messages)]
+            turns = [ask(client, 1, messages, cluster)]
+            restart(to_restart, cluster, valkey)
             messages.append({"role": "user", "content": QUESTIONS[1]})
-            turns.append(ask(client, 2, messages))
+            turns.append(ask(client, 2, messages, cluster))
+        watch.sample()
         show(turns, ready - began + turns[0].ttft_s, watch.peak_bytes)
         if os.environ.get("DEMO_KEEP") == "1":
             keep(cluster)
@@ -230,12 +315,15 @@ def main() -> int:
             f"[red]the request failed: {error}\nthe servers' logs: {WORK / 'logs'}", highlight=False
         )
         return 1
-    except KeyboardInterrupt:
-        console.print("\nstopping")
-        return 130
+    except SystemExit:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            console.print("\nstopping")
+        raise
     finally:
+        ignore_signals()
         watch.done.set()
         cluster.stop()
+        valkey.stop()
     return 0
 
 

@@ -44,8 +44,7 @@ for group in "${pending[@]}"; do
   "${pip[@]}" install --no-deps --progress-bar on -r "$lock" 2>&1 | stdbuf -oL awk -v total="$(grep -c '==' "$lock")" '
     /^Collecting/ {n++; printf "[setup] %d/%d %s\n", n, total, $2; next}
     /^Installing collected/ {print "[setup] installing and compiling"; next}
-    /^(ERROR|WARNING|error)/ {print; next}'
-  [ "${PIPESTATUS[0]}" = 0 ] || fail "pip could not install $lock; the lines above say why. Run the command again to go on"
+    /^(ERROR|WARNING|error)/ {print; next}' || fail "pip could not install $lock; the lines above say why. Run the command again to go on"
   sha256sum < "$lock" > "$venv/.glm-sglang-$group"
 done
 say "this project, editable"

@@ -1,11 +1,25 @@
-"""Fixtures that every folder of tests may use: small checkpoints, made once a session."""
+"""What every folder of tests shares: the platform, and small checkpoints, made once a session."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Tests send signals to what they start. A script's background job starts with these ignored, and would hand that down.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The reference platform serves, whatever this machine has, unless only tests that need a GPU run."""
+    if any(item.get_closest_marker("gpu") is None for item in session.items):
+        os.environ.setdefault("GLM_SGLANG_PLATFORM", "reference")
 
 
 @pytest.fixture(scope="session")

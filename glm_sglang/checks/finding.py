@@ -21,12 +21,18 @@ class Finding:
     state    whether it is as it must be.
     found    what is there.
     mend     the command or setting that puts it right; "" unless wrong.
+
+    Raises ValueError for a wrong one without it.
     """
 
     subject: str
     state: State
     found: str
     mend: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.mend.strip()) != (self.state == "wrong"):
+            raise ValueError(f"{self.subject}: state {self.state!r} with mend {self.mend!r}")
 
 
 def right(subject: str, found: str) -> Finding:

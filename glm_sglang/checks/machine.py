@@ -23,15 +23,16 @@ def platform() -> tuple[str, Iterator[Finding]]:
     """The platform a server would serve on here, and how that was chosen."""
     from glm_sglang import platform_choice
 
-    hardware = platform_choice.Hardware(
-        platform_choice.visible_devices(), platform_choice.torch_cuda_version()
-    )
+    hardware = platform_choice.detect()
     try:
         from glm_sglang import settings
 
         chosen = platform_choice.choose(settings.read(settings.PLATFORM), hardware, "launcher")
     except UsageError as error:
-        return "reference", iter([wrong("platform", str(error), "set or unset GLM_SGLANG_PLATFORM")])
+        # A GPU node whose GPUs do not answer is examined as the GPU node that it is.
+        name = "cuda" if hardware.unseen else "reference"
+        mend = "what nvidia-smi says, or " if hardware.unseen else ""
+        return name, iter([wrong("platform", str(error), f"{mend}set or unset GLM_SGLANG_PLATFORM")])
     return chosen.platform, iter([right("platform", f"{chosen.platform}: {chosen.reason}")])
 
 
@@ -42,7 +43,8 @@ def devices(platform: str) -> Iterator[Finding]:
     found = platform_choice.visible_devices()
     if not found:
         if platform == "cuda":
-            yield wrong("GPU", "none visible", "install the NVIDIA driver, or GLM_SGLANG_PLATFORM=reference")
+            mend = "nvidia-smi says why (install NVIDIA's driver, docker run --gpus all); GLM_SGLANG_PLATFORM=reference"
+            yield wrong("GPU", "none visible", f"{mend} serves on the CPU")
         else:
             yield not_needed("GPU", "none visible")
         return
@@ -56,7 +58,7 @@ def devices(platform: str) -> Iterator[Finding]:
         yield wrong(
             "torch",
             "a CPU build beside a supported GPU",
-            "pip install 'glm-sglang[gpu]' and a CUDA build of torch",
+            platform_choice.INSTALL_GPU,
         )
     yield from _driver(platform)
 
@@ -123,14 +125,18 @@ def _meminfo(name: str) -> int:
     return 0
 
 
-def _cgroup_limit() -> int | None:
-    """Bytes left under the cgroup v2 limit, None where there is none."""
+def _cgroup_limit(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes left under the cgroup v2 limit, None where there is none. The page cache is counted as used there, and the
+    kernel gives it back where a process wants more.
+    """
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else int(limit) - used
+    cached = sum(int(bytes_) for name, bytes_ in lines if name in ("inactive_file", "active_file"))
+    return None if limit == "max" else int(limit) - used + cached
 
 
 def shared_memory(platform: str) -> Iterator[Finding]:

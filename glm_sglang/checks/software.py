@@ -4,8 +4,11 @@ when run?
 
 import json
 import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 from glm_sglang.checks.finding import RECREATE, Finding, not_needed, right, run_python, wrong
 from glm_sglang.errors import ContractError, UsageError
@@ -32,11 +35,20 @@ assert "UCX" in agent.get_plugin_list(), f"no UCX among its plugins: {agent.get_
 agent.create_backend("UCX")
 print("agent created, UCX backend up")
 """
-# DeepGEMM compiles its kernels at first use, with the nvcc of the toolkit that it finds here.
+# DeepGEMM compiles its kernels at first use, with the nvcc of the toolkit that this file of its finds. Importing the
+# package would load libcuda, and end where there is no toolkit.
 _NVCC = """
-import os, subprocess
-from deep_gemm.cuda_helpers import find_cuda_home
-nvcc = os.path.join(find_cuda_home(), "bin", "nvcc")
+import importlib.util, os, subprocess, sys
+file = os.path.join(importlib.util.find_spec("deep_gemm").submodule_search_locations[0], "cuda_helpers.py")
+spec = importlib.util.spec_from_file_location("cuda_helpers", file)
+helpers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(helpers)
+try:
+    nvcc = os.path.join(helpers.find_cuda_home(), "bin", "nvcc")
+except AssertionError:
+    sys.exit("no CUDA toolkit: CUDA_HOME is not set, no nvcc on PATH, no /usr/local/cuda")
+if not os.access(nvcc, os.X_OK):
+    sys.exit(f"no {nvcc}")
 done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
 print(nvcc, done.stdout.split()[-1])
 """
@@ -61,11 +73,13 @@ def python() -> Iterator[Finding]:
 
 def variables() -> Iterator[Finding]:
     """Environment variables of this fork, and those of SGLang that could keep it out."""
-    from glm_sglang import launch_server, settings
+    from glm_sglang import launch_server, own_flags, settings
 
     try:
         settings.check_names()
         launch_server.refuse_unloaded()
+        with own_flags.as_written():
+            own_flags.check_values()
         yield right("environment variables", "as they may be")
     except UsageError as error:
         yield wrong("environment variables", str(error), "change or unset the variable named")
@@ -92,7 +106,7 @@ def versions(platform: str) -> Iterator[Finding]:
         elif pin.extra and platform != "cuda":
             yield not_needed(pin.name, f"{found or 'not installed'}; only on a GPU")
         else:
-            yield wrong(pin.name, f"{found or 'not installed'}, pinned is {pin.version}", pin.install)
+            yield wrong(pin.name, f"{found or 'not installed'}, pinned is {pin.version}", pin.mend(found))
     yield right("other pinned distributions", f"{others} as pinned")
 
 
@@ -138,8 +152,38 @@ def compiler(platform: str) -> Iterator[Finding]:
         yield not_needed("CUDA compiler", "no kernel is compiled on the reference platform")
         return
     ok, last = run_python(_NVCC, _NATIVE_TIMEOUT_S)
-    mend = "set CUDA_HOME to a CUDA 13 toolkit (the folder that holds bin/nvcc)"
+    # Not the environment's own nvidia/cu13: its nvcc 13.5 refuses the CUDA 13.0 headers that torch pins beside it.
+    mend = (
+        "install a CUDA 13 toolkit (apt-get install cuda-toolkit-13-0, from NVIDIA's repository); CUDA_HOME names one "
+        "that is not at /usr/local/cuda"
+    )
     yield right("CUDA compiler", last) if ok else wrong("CUDA compiler", last, mend)
+
+
+def host_compiler(platform: str) -> Iterator[Finding]:
+    """A C compiler and Python's headers, with which Triton compiles its launcher at its first kernel.
+
+    UPSTREAM: triton.runtime.build (_find_compiler, _build), triton/backends/nvidia/driver.c.
+    """
+    if platform != "cuda":
+        yield not_needed("C compiler and Python.h", "no kernel is compiled on the reference platform")
+        return
+    named = os.environ.get("CC")
+    found = [path for path in map(shutil.which, [named] if named else ["gcc", "clang"]) if path]
+    if found:
+        yield right("C compiler", found[0])
+    else:
+        missing = f"CC is {named!r}, which is no program" if named else "neither gcc nor clang on PATH"
+        yield wrong("C compiler", missing, "apt-get install gcc" + (", or unset CC" if named else ""))
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own Python has its headers where its own scheme does not say.
+    paths = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)
+    header = Path(paths["include"]) / "Python.h"
+    if header.is_file():
+        yield right("Python.h", str(header))
+    else:
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        yield wrong("Python.h", f"no {header}", f"apt-get install {package}")
 
 
 def valkey() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from glm_sglang.reference_platform.context_parallel import shard_of
 from glm_sglang.reference_platform.sequences import Sequence, sequences
 
 #: Elements of one gathered block of keys: 4 MiB in fp32 stay in the cache (measured: 4 times faster than 64 MiB).
@@ -78,7 +79,7 @@ class ReferenceMlaBackend(AttentionBackend):  # type: ignore[misc]
         self.sequences: list[Sequence] = (
             []
             if forward_batch.forward_mode.is_idle()
-            else list(sequences(forward_batch, self.req_to_token, rows))
+            else list(sequences(forward_batch, self.req_to_token, rows, shard_of(forward_batch)))
         )
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
@@ -99,6 +100,7 @@ class ReferenceMlaBackend(AttentionBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         """q [rows, heads·d], k [rows, 1, d] or [rows, d]; returns [rows, heads·v_dim] in q's dtype."""
         if save_kv_cache:
+            # UPSTREAM: dsa_backend.prepare_kv_for_attention has gathered k over CP ranks already.
             self.token_to_kv_pool.set_kv_buffer(
                 layer, forward_batch.out_cache_loc, k.view(-1, 1, layer.qk_head_dim), v
             )

@@ -62,6 +62,31 @@ HOOKS: tuple[Hook, ...] = (
         platform="reference",
         scope="installed",
     ),
+    Hook(
+        target="sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend_cp",
+        kind="around",
+        function=f"{_ROOM}.context_parallel:without_streams",
+        why="a prefill over CP ranks hands the current CUDA stream to its gather, and without CUDA there is none",
+        remove_when="it asks the device module for the stream",
+        also=(
+            "sglang.srt.layers.cp.interleave.InterleaveCPStrategy",
+            "sglang.srt.layers.cp.utils.prepare_cp_forward",
+            "sglang.srt.layers.attention.dsa.utils.dsa_use_prefill_cp",
+        ),
+        platform="reference",
+    ),
+    Hook(
+        target="sglang.srt.entrypoints.engine._set_envs_and_config",
+        kind="after",
+        function=f"{_ROOM}.children:start_by_fork",
+        why="it asks for spawn, and importing SGLang anew in every process is most of a start on two cores",
+        remove_when="an import of SGLang takes a second",
+        also=(
+            "sglang.srt.managers.scheduler.run_scheduler_process",
+            "sglang.srt.managers.detokenizer_manager.run_detokenizer_process",
+        ),
+        platform="reference",
+    ),
 )
 
 REGISTRATIONS: tuple[Registration, ...] = (

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
+from glm_sglang.reference_platform.context_parallel import gathered
+
 #: Elements of one block of per-head scores: 8 MiB in fp32 (measured: twice as fast as one large block).
 SCORE_ELEMENTS = 1 << 21
 
@@ -70,6 +72,7 @@ def forward(
     )
     q = torch.cat([q_rope, q[..., self.rope_head_dim :]], -1)
     k = torch.cat([k_rope, k[..., self.rope_head_dim :]], -1)
+    k = gathered(k, forward_batch)
     keys.store(layer_id, forward_batch.out_cache_loc, k[: forward_batch.out_cache_loc.shape[0], 0])
     if not return_indices:
         return None

@@ -47,6 +47,12 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return defaults.ATTENTION_BACKEND
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_dispatch_key_name(self) -> str:
         return DISPATCH_KEY
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from glm_sglang.reference_platform.context_parallel import Shard
+
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
@@ -15,27 +17,32 @@ class Sequence:
 
     rows       its rows in the batch's token dimension.
     slots      [length] int64: its slots in the token pool, in order of position, this pass's tokens last.
-    first      position of the first of its rows; `length - first` rows.
+    first      position of the first of its rows.
+    step       positions from one row to the next: the size of the CP group in a sharded pass, 1 otherwise.
     """
 
     rows: slice
     slots: torch.Tensor
     first: int
+    step: int = 1
 
     @property
     def length(self) -> int:
-        """Tokens that the last row may attend to."""
+        """Tokens that the sequence has after this pass."""
         return self.slots.shape[0]
 
     def visible(self) -> torch.Tensor:
         """[rows] int64: how many tokens each row may attend to, itself included."""
-        return torch.arange(self.first + 1, self.length + 1)
+        return torch.arange(self.first + 1, self.length + 1, self.step)
 
 
-def sequences(batch: Any, req_to_token: torch.Tensor, num_rows: int) -> Iterator[Sequence]:
+def sequences(
+    batch: Any, req_to_token: torch.Tensor, num_rows: int, shard: Shard | None = None
+) -> Iterator[Sequence]:
     """Splits a ForwardBatch (extend, mixed, decode) by request; `req_to_token` is the request pool's table.
 
     Decode has one row a request, at position seq_len − 1. Rows beyond the last request's are padding and belong to none.
+    num_rows: the whole batch's. With a shard, rows are this rank's, and requests without a row here are left out.
     """
     lengths = batch.seq_lens.tolist()
     pool_rows = batch.req_pool_indices.tolist()
@@ -46,5 +53,9 @@ def sequences(batch: Any, req_to_token: torch.Tensor, num_rows: int) -> Iterator
         count = length - prefix
         if start + count > num_rows:
             raise AssertionError(f"batch holds {num_rows} rows, its requests need {start + count} or more")
-        yield Sequence(slice(start, start + count), req_to_token[pool_row, :length].long(), prefix)
+        slots = req_to_token[pool_row, :length].long()
+        if shard is None:
+            yield Sequence(slice(start, start + count), slots, prefix)
+        elif (rows := shard.rows(start, start + count)).start < rows.stop:
+            yield Sequence(rows, slots, prefix + shard.token(rows.start) - start, shard.size)
         start += count

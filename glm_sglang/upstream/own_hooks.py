@@ -1,8 +1,9 @@
-"""The contract's own changes: no later plugin may undo ours, and our metrics join SGLang's.
+"""The launcher's own changes: no later plugin may undo ours, our metrics join SGLang's, and a signal during the start
+ends it.
 
-Target        HookRegistry.register; set_prometheus_multiproc_dir.
+Target        HookRegistry.register; set_prometheus_multiproc_dir; what answers SIGINT and SIGTERM.
 Upstream      none.
-Goes when     SGLang can say that a hook failed; SGLang has a place for a plugin's metrics.
+Goes when     SGLang can say that a hook failed; SGLang has a place for a plugin's metrics; a signal ends a warm-up.
 """
 
 from typing import Any
@@ -50,5 +51,32 @@ HOOKS: tuple[Hook, ...] = (
         remove_when="SGLang calls plugins once its metrics are set up",
         also=("sglang.srt.utils.common.add_prometheus_middleware",),
         scope="installed",
+    ),
+    Hook(
+        target="uvicorn.server.Server.handle_exit",
+        kind="before",
+        function="glm_sglang.stopping:end_before_it_serves",
+        why="Ctrl-C during the warm-up waits for it: on a GPU, for minutes of compilation",
+        remove_when="SGLang ends its warm-up at a signal",
+        also=("uvicorn.server.Server.capture_signals", "sglang.srt.entrypoints.http_server.get_global_state"),
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
+        kind="before",
+        function="glm_sglang.stopping:end_before_it_drains",
+        why="SIGTERM during the warm-up waits for it: on a GPU, for minutes of compilation",
+        remove_when="SGLang ends its warm-up at a signal",
+        also=(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
+            "sglang.srt.entrypoints.http_server._wait_and_warmup",
+        ),
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+        kind="around",
+        function="glm_sglang.stopping:drain_at_once",
+        why="it looks for SIGTERM, and for requests that are left, every 5 seconds: a restart takes up to 10 s longer",
+        remove_when="SGLang wakes its watchdog",
+        also=("sglang.srt.managers.tokenizer_manager.print_exception_wrapper",),
     ),
 )

@@ -30,12 +30,16 @@ class Pin:
     version: str
     extra: str = ""
 
-    @property
-    def install(self) -> str:
-        """The command that installs it.
+    def mend(self, found: str | None) -> str:
+        """The command that installs it, where `found` is there instead.
 
-        `--no-deps`: the lock, not pip's resolver, decides about the others.
+        `--no-deps`: the lock, not pip's resolver, decides about the others. A part of the GPU stack that is missing was
+        never installed, and neither were the rest.
         """
+        if self.extra and found is None:
+            return (
+                "make setup-gpu in the checkout (or GLM_SGLANG_PLATFORM=reference, which serves on the CPU)"
+            )
         return f"pip install --no-deps '{self.name}=={self.version}'"
 
 
@@ -112,5 +116,5 @@ def check_versions(platform: str) -> None:
                 what=f"distribution {pin.name} is not the version that {DISTRIBUTION} was built on",
                 expected=f"{pin.name} {pin.version}",
                 found="not installed" if found is None else f"{pin.name} {found}",
-                mend=pin.install,
+                mend=pin.mend(found),
             )

@@ -13,7 +13,10 @@ ROOMS: tuple[str, ...] = (
     "glm_sglang.reference_platform.hooks",
     "glm_sglang.disaggregation.hooks",
     "glm_sglang.indexer.hooks",
+    "glm_sglang.moe.hooks",
     "glm_sglang.requests.hooks",
+    "glm_sglang.prefill_graph.hooks",
+    "glm_sglang.cache.hooks",
 )
 
 Change = TypeVar("Change", Hook, Registration)

@@ -13,6 +13,8 @@ HERE = Path(__file__).parent
 FAULT_SITE = HERE / "fault_site"
 GUARD_SITE = HERE / "guard_site"
 RIVAL_SITE = HERE / "rival_site"
+# What the launcher says of a start that is all right.
+SAID = ("filled in", " platform: ", "MoE layers run ")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Ended:
         """The fork's messages: from a line that starts with its name, with the indented lines below."""
         found: list[str] = []
         for line in self.err.splitlines():
-            if line.startswith("glm-sglang: ") and "filled in" not in line and " platform: " not in line:
+            if line.startswith("glm-sglang: ") and not any(said in line for said in SAID):
                 found.append(line)
             elif found and line.startswith("  ") and found[-1].count("\n") < 3:
                 found[-1] += "\n" + line
@@ -50,12 +52,17 @@ def session_members(session: int) -> list[int]:
 
 
 def environment(*sites: Path, **more: str) -> dict[str, str]:
-    """This environment with fixture folders on the path, one thread a process, no settings of the fork."""
+    """This environment with fixture folders on the path, one thread a process, of the fork's settings the platform."""
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("GLM_SGLANG_", "SGLANG_"))
     }
     path = [*map(str, sites), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **more}
+    environ |= {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "GLM_SGLANG_PLATFORM": "reference",
+    }
+    return {**environ, **more}
 
 
 def fault(name: str, where: str = "everywhere", **more: str) -> dict[str, str]:

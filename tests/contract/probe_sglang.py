@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import get_local_ip_auto
 
 from glm_sglang import plugin
 from glm_sglang.errors import ContractError
@@ -83,6 +84,7 @@ def main() -> None:
     assert done is not None
     answers = {
         "flags": flags,
+        "address": get_local_ip_auto(),  # of the PD control sockets: disaggregation.common.conn.CommonKVManager
         "installed": [hook.target for hook in done.hooks],
         "declared": [h.target for h in rooms.active(rooms.hooks(), "reference", "installed")],
         "put in": put_in("fault_upstream.greet"),

@@ -81,7 +81,9 @@ LONG: dict[str, tuple[str, str, str]] = {
 def launches(tiny: Path) -> Iterator[dict[str, Future[Ended]]]:
     def launch(module: str, name: str, where: str) -> Ended:
         argv = ["--model-path", str(tiny), "--port", free_port(), "--page-size", "64", "--device", "cpu"]
-        return run(module, *argv, env=fault(name, where, GLM_SGLANG_PLATFORM="reference"), timeout_s=480)
+        # A process that imports anew, as on a GPU, is the one that can find something else than its launcher did.
+        more = {"GLM_SGLANG_PLATFORM": "reference", "GLM_SGLANG_START_METHOD": "spawn"}
+        return run(module, *argv, env=fault(name, where, **more), timeout_s=480)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         futures = {case: pool.submit(launch, *arguments) for case, arguments in LONG.items()}

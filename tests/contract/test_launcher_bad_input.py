@@ -2,11 +2,14 @@
 
 import re
 import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from glm_sglang import command_line, launch_server
+from glm_sglang.errors import UsageError
 from tests.contract.launching import Ended, environment, run
 
 LAUNCHER = "glm_sglang.launch_server"
@@ -60,8 +63,15 @@ def test_taken_port(flag: str, tiny: Path) -> None:
         (["--port", "http"], "--port is 'http', expected a whole number"),
         (["--port", "70000"], "--port is 70000, allowed: 1 to 65535"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid: no such address"),
+        # An address for documentation (RFC 5737), which no machine has.
+        (
+            ["--host", "203.0.113.1"],
+            "--host 203.0.113.1: this machine has no such address; give one of its own",
+        ),
         (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num is 2, allowed: 1"),
         (["--use-ray"], "--use-ray is not supported"),
+        (["--grpc-mode"], "--grpc-mode is not supported"),
+        (["--smg-grpc"], "--smg-grpc-mode is not supported"),
     ],
 )
 def test_values_that_cannot_work(argv: list[str], said: str, tiny: Path) -> None:
@@ -75,9 +85,23 @@ def test_a_missing_checkpoint_and_another_model(tmp_path: Path) -> None:
     assert "this server is for GlmMoeDsaForCausalLM" in refused("--model-path", str(tmp_path)).err
 
 
+def test_a_grammar_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Python 3.13; in this process, because this one has the package."""
+    request = command_line.parse(["--model-path", "model", "--grammar-backend", "outlines"])
+    if sys.version_info < (3, 13):
+        launch_server._refuse_absent_grammar(request)
+    monkeypatch.setattr("importlib.util.find_spec", {"xgrammar": True}.get)
+    with pytest.raises(UsageError, match=r"run with Python 3\.11 or 3\.12"):
+        launch_server._refuse_absent_grammar(request)
+    launch_server._refuse_absent_grammar(
+        command_line.parse(["--model-path", "model", "--grammar-backend", "xgrammar"])
+    )
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
+        ({"SGLANG_RUST_SERVER": "True"}, "SGLANG_RUST_SERVER is 'True'; unset it"),
         ({"GLM_SGLANG_PLATFORM": "gpu"}, "GLM_SGLANG_PLATFORM is 'gpu', allowed: auto, reference, cuda"),
         ({"GLM_SGLANG_PLATFROM": "cuda"}, "unknown environment variable GLM_SGLANG_PLATFROM"),
         (

@@ -77,11 +77,11 @@ def other_lmcache(copied: Path, monkeypatch: pytest.MonkeyPatch) -> list[Symbol]
     file = copied / "v1/storage_backend/job_executor/pq_executor.py"
     file.write_text(file.read_text().replace("done.set_result(result)", "pass", 1))
     rpc = copied / "v1/rpc_utils.py"
-    rpc.write_text(rpc.read_text().replace("def get_zmq_socket(", "def renamed("))
+    rpc.write_text(rpc.read_text().replace("def get_zmq_rpc_path_lmcache(", "def renamed("))
     contract._definitions.cache_clear()
     monkeypatch.setattr(contract, "root", lambda: copied)
     monkeypatch.setattr(contract, "installed_version", lambda: "0.5.7")
-    return [EXECUTOR, Symbol("lmcache.v1.rpc_utils", "get_zmq_socket")]
+    return [EXECUTOR, Symbol("lmcache.v1.rpc_utils", "get_zmq_rpc_path_lmcache")]
 
 
 def test_the_error_names_symbol_expected_found_and_remedy(other_lmcache: list[Symbol]) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from glm_sglang import launch_server
+from glm_sglang import launch_server, offline
 from glm_sglang.upstream import flags
 from tests.contract.launching import FAULT_SITE, HERE, environment, run
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    env = environment(FAULT_SITE, HERE, GLM_SGLANG_PLATFORM="reference")
+    env = environment(FAULT_SITE, HERE, **{offline.HOST_IP: "10.9.8.7"})
     ended = run("probe_sglang", env=env)
     assert ended.code == 0, ended.err[-4000:]
     return json.loads(ended.out.splitlines()[-1])  # type: ignore[no-any-return]
@@ -30,6 +30,10 @@ def test_defaults_that_the_launcher_checks_ports_with(answers: dict[str, Any]) -
     assert defaults["host"] == repr(launch_server.DEFAULT_HOST)
     assert defaults["port"] == repr(launch_server.DEFAULT_PORT)
     assert defaults["disaggregation_bootstrap_port"] == repr(launch_server.DEFAULT_BOOTSTRAP_PORT)
+
+
+def test_the_address_of_the_control_sockets_is_the_variables(answers: dict[str, Any]) -> None:
+    assert answers["address"] == "10.9.8.7"
 
 
 def test_every_declared_hook_goes_in(answers: dict[str, Any]) -> None:

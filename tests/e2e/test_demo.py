@@ -2,38 +2,123 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import orjson
+import psutil
 import pytest
 
-from glm_sglang.serving import group_members
+from glm_sglang.serving import group_members, guard
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 64
+DEMO = [sys.executable, "-m", "launch.demo"]
+#: SIGTERM to a server, then SIGKILL: 10 s; and a busy machine.
+SOON_S = 60
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The demo with DEMO_KEEP=1 in a process group of its own, and its output."""
-    output = tmp_path_factory.mktemp("demo") / "output"
-    (ROOT / "demo-report.json").unlink(missing_ok=True)
+def start(output: Path) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """The demo with DEMO_KEEP=1 in a process group of its own, and what stops it when this process is killed."""
     with output.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.demo"],
+            DEMO,
             cwd=ROOT,
             env={**os.environ, "DEMO_KEEP": "1", "COLUMNS": "200"},
+            stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    return process, guard(process.pid)
+
+
+def servers_of(pid: int) -> int:
+    """How many of the demo's servers (prefill, decode, router) run below `pid`."""
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if process.pid == os.getsid(process.pid) and {"glm_sglang.launch_server", "glm_sglang.router"} & {
+                *command
+            }:
+                found.add(process.pid)
+    return len(found)
+
+
+def assert_they_end(groups: list[int]) -> None:
+    """Everybody in these process groups is gone soon."""
+    assert len(groups) >= 4  # the demo, prefill, decode, router
+    deadline = time.monotonic() + SOON_S
+    while left := [pid for group in groups for pid in group_members(group)]:
+        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        time.sleep(0.1)
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Returns when it is so; the longest is the making of the demo's model."""
+    deadline = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# The next two come before the fixture: they end a demo while it starts.
+def test_a_closed_terminal_leaves_no_process() -> None:
+    master, slave = pty.openpty()
+    # The leader of a session that opens a terminal gets it as its own.
+    argv = ["/bin/sh", "-c", '"$@" <> "$0" >&0 2>&0; exit', os.ttyname(slave), *DEMO]
+    shell = subprocess.Popen(argv, cwd=ROOT, start_new_session=True)
+
+    def started() -> bool:
+        while select.select([master], [], [], 0)[0]:  # somebody looks at the terminal
+            os.read(master, 1 << 16)
+        assert shell.poll() is None
+        return servers_of(shell.pid) == 3
+
+    try:
+        until(started)
+        groups = groups_of(shell.pid)
+        os.close(slave)
+        os.close(master)
+        shell.wait(timeout=SOON_S)
+        assert_they_end(groups)
+    finally:
+        shell.kill()
+        shell.wait()
+
+
+def test_a_test_run_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    """A process that has started the demo as the tests do gets no chance to stop it."""
+    program = (
+        "import pathlib, sys, time; from tests.e2e.test_demo import start; "
+        "start(pathlib.Path(sys.argv[1])); time.sleep(600)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "output")], cwd=ROOT)
+    try:
+        until(lambda: run.poll() is None and servers_of(run.pid) == 3)
+        groups = [group for group in groups_of(run.pid) if group != os.getpgid(run.pid)]
+    finally:
+        run.kill()
+        run.wait()
+    assert_they_end(groups)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The demo, serving, and its output."""
+    output = tmp_path_factory.mktemp("demo") / "output"
+    (ROOT / "demo-report.json").unlink(missing_ok=True)
+    process, watcher = start(output)
     try:
         deadline = time.monotonic() + 400
         while b"curl " not in output.read_bytes():
@@ -42,8 +127,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.
             time.sleep(0.2)
         yield process, output
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(timeout=SOON_S)
+        finally:
+            process.kill()
+            process.wait()
+            watcher.kill()
+            watcher.communicate()
 
 
 def test_the_table_and_the_report_say_the_same(demo: tuple[subprocess.Popen[bytes], Path]) -> None:
@@ -68,17 +159,18 @@ def test_the_printed_curl_line_answers(demo: tuple[subprocess.Popen[bytes], Path
 
 def test_ctrl_c_leaves_no_process(demo: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, output = demo
-    groups = _groups_of(process.pid)
-    assert len(groups) >= 4  # the demo, prefill, decode, router
+    groups = groups_of(process.pid)
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # whoever is impatient does not interrupt the stopping
     assert process.wait(timeout=90) == 130, output.read_text()
+    assert len(groups) >= 4  # the demo, prefill, decode, router
     assert [member for group in groups for member in group_members(group)] == []
     line = next(line for line in output.read_text().splitlines() if line.startswith("curl "))
     with pytest.raises(httpx.ConnectError):
         httpx.get(line.split()[1], trust_env=False)
 
 
-def _groups_of(pid: int) -> list[int]:
+def groups_of(pid: int) -> list[int]:
     """Process groups of `pid` and of everything below it."""
     children: dict[int, list[tuple[int, int]]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):

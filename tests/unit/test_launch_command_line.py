@@ -81,21 +81,73 @@ def test_config_counts_as_given_and_the_command_line_wins(tmp_path: Path) -> Non
     assert request.given == {"page_size": "128", "tp_size": 4, "disaggregation_mode": "prefill"}
 
 
-def test_the_other_spelling_of_config_reaches_sglang_too(tmp_path: Path) -> None:
+SPELLINGS = (("--config", "{}"), ("--config={}",), ("--conf", "{}"), ("--conf={}",))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings_of_config_reach_sglang_too(tmp_path: Path, spelling: tuple[str, ...]) -> None:
     file = write(tmp_path, "page-size: 32\n")
-    assert parse([f"--config={file}"]).argv == ["--config", str(file)]
+    assert parse([word.format(file) for word in spelling]).argv == ["--config", str(file)]
 
 
-def test_our_flags_in_config_are_kept_from_sglang(tmp_path: Path) -> None:
-    file = write(tmp_path, "page-size: 32\nglm-no-defaults: true\n")
-    request = parse(["--config", str(file)])
+@pytest.mark.parametrize("path", ["{}/server.yaml", "./server.yaml", "../{}/./server.yaml"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_our_flags_in_config_are_kept_from_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: tuple[str, ...], path: str
+) -> None:
+    write(tmp_path, "page-size: 32\nglm-no-defaults: true\n")
+    monkeypatch.chdir(tmp_path)
+    path = path.format(tmp_path if path.startswith("{") else tmp_path.name)
+    request = parse(
+        ["--glm-cache-wait", "never", *[word.format(path) for word in spelling], "--tp-size", "2"]
+    )
     assert request.has(own_flags.NO_DEFAULTS)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
-    flag, copy = for_sglang(request, run_folder)
-    assert flag == "--config"
+    flag, copy, *rest = for_sglang(request, run_folder)
+    assert (flag, rest) == ("--config", ["--tp-size", "2"])
     assert Path(copy).parent == run_folder
     assert Path(copy).read_text() == "page-size: 32\n"
+
+
+def handed_down(tmp_path: Path, text: str) -> dict[str, str]:
+    environ: dict[str, str] = {}
+    own_flags.hand_down(parse(["--config", str(write(tmp_path, text))]).given, environ)
+    return environ
+
+
+@pytest.mark.parametrize(
+    ("text", "environ"),
+    [
+        ("glm-prefill-graph: off", {"GLM_SGLANG_PREFILL_GRAPH": "off"}),
+        ("glm-prefill-graph: strict", {"GLM_SGLANG_PREFILL_GRAPH": "strict"}),
+        ("glm-prefill-graph-buckets: [1024, 2048]", {"GLM_SGLANG_PREFILL_GRAPH_BUCKETS": "1024,2048"}),
+        ("glm-prefill-graph-buckets: 1024,2048", {"GLM_SGLANG_PREFILL_GRAPH_BUCKETS": "1024,2048"}),
+        ("glm-prefill-graph-buckets: 2048", {"GLM_SGLANG_PREFILL_GRAPH_BUCKETS": "2048"}),
+        ("glm-verify-graphs: on", {"GLM_SGLANG_VERIFY_GRAPHS": "1"}),
+        ("glm-verify-graphs: off", {"GLM_SGLANG_VERIFY_GRAPHS": "0"}),
+        ("glm-cache-url: null", {}),
+        ("glm-cache-url:", {}),
+        ("glm-verify-graphs:", {}),
+    ],
+)
+def test_values_of_ours_in_a_config_mean_what_they_do_on_the_command_line(
+    tmp_path: Path, text: str, environ: dict[str, str]
+) -> None:
+    assert handed_down(tmp_path, text) == environ
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("glm-prefill-graph: on", r"^--glm-prefill-graph is 'on', allowed: auto, strict, off$"),
+        ("glm-moe: off", r"^--glm-moe is 'off', allowed: auto, megamoe, stock$"),
+        ("glm-no-defaults: 'false'", r"glm-no-defaults is 'false', allowed: true, false$"),
+    ],
+)
+def test_values_of_ours_in_a_config_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        handed_down(tmp_path, text)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm_sglang import offline, own_flags, scope, settings
+from glm_sglang import offline, own_flags, scope, settings, startup
 from glm_sglang.errors import UsageError
 from glm_sglang.own_flags import OwnFlag
 
@@ -44,6 +44,12 @@ def test_an_answer_about_the_hub_is_the_users() -> None:
     assert environ == {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
+def test_how_often_a_server_looks_for_its_clients_is_the_users() -> None:
+    environ = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "9"}
+    assert startup.see_who_leaves(environ) == {}
+    assert startup.see_who_leaves({}) == {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
+
+
 @pytest.mark.parametrize("name", ["SGLANG_HOST_IP", "HOST_IP"])
 def test_an_address_that_the_user_gave_is_advertised(name: str) -> None:
     environ = {name: "10.0.0.5"}
@@ -70,3 +76,9 @@ def test_scope_is_the_process_tree_of_our_launcher(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLM_SGLANG_LAUNCHER", "1:/run/folder")
     assert scope.current() == "launcher"
     assert scope.in_launcher_child()
+
+
+def test_every_variable_is_in_the_table() -> None:
+    """One that is missing there would be refused as unknown in every server that it is set for."""
+    named = {value for value in vars(settings).values() if isinstance(value, settings.Variable)}
+    assert named == set(settings.VARIABLES)

@@ -130,6 +130,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     ranks.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_a_rank() -> Iterator[None]:
+    """A matrix product's order of summation depends on its threads; equal bits need as many here as in a rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def joined(batches: list[Tokens]) -> Tokens:
     return Tokens(*(torch.cat([getattr(b, name) for b in batches]) for name in ("x", "ids", "weights")))
 

@@ -14,7 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from glm_sglang.serving import Process, Server, ServerError, free_port, group_members, readable, tail
+from glm_sglang.serving import (
+    Process,
+    Server,
+    ServerError,
+    free_port,
+    group_members,
+    readable,
+    stop_together,
+    tail,
+)
 
 # Answers /health with 503 to the first `deaf` requests. A child that ignores SIGTERM shares its process
 # group.
@@ -161,6 +170,33 @@ def test_nothing_stays_when_the_parent_dies(tmp_path: Path, ending: signal.Signa
         running.send_signal(ending)
         running.wait(30)
         assert wait_until(lambda: not group_members(group))
+
+
+def test_several_are_told_before_any_is_waited_for(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Told(Process):
+        def begin_to_stop(self) -> None:
+            said.append(f"told {self.name}")
+            super().begin_to_stop()
+
+        def stop(self) -> None:
+            said.append(f"stop {self.name}")
+            super().stop()
+
+    servers = []
+    for name in "ab":
+        port = free_port()
+        argv = [sys.executable, "-c", SERVER, str(port), "0", ""]
+        servers.append(Told(name, argv, host="127.0.0.1", port=port, log=tmp_path / name))
+        servers[-1].start()
+    groups = [server.pid for server in servers]
+    stop_together(servers)
+    assert said[:3] == ["told a", "told b", "stop a"]
+    assert [group_members(group) for group in groups] == [[], []]
+    servers[0].start()  # and again: what it was told before is forgotten
+    servers[0].wait_ready()
+    stop_together(servers)
 
 
 def test_free_ports_are_free_and_differ() -> None:

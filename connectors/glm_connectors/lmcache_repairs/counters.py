@@ -28,7 +28,7 @@ HELP: Mapping[str, str] = {
     "lookups_expired": "lookups answered with a miss at their deadline",
     "lookups_without_rank": "lookups answered with a miss at once because a rank is down",
     "late_replies": "replies that came after their lookup had expired or been cancelled",
-    "foreign_replies": "replies without rank or attempt: their sender has no repairs installed",
+    "foreign_replies": "replies that name another rank than the one they came from, or none",
     "unsent_replies": "replies that a rank could not send because the scheduler does not read",
     "rank_probes": "probes sent to ranks that are down",
     "untested_symbols": "changed symbols that GLM_SGLANG_ALLOW_UNTESTED let pass",

@@ -128,8 +128,6 @@ _BY_MODULE: dict[str, dict[str, str]] = {
         "LookupCleanupMsg": "c9aacb1d57a302580eed09fecbf5790bba279b4e544fc361f253e571fe9e5aab",
     },
     "lmcache.v1.rpc_utils": {
-        "get_zmq_context": "612193456736d17db3218c597fbfe48cb0fa661b4bd99e0c8fd2138c5b8dd9d4",
-        "get_zmq_socket": "55507ae42b423c8b3e59616d4c1ab1653b724402b1b4322af59a719349af9acc",
         "get_zmq_rpc_path_lmcache": "94ae4a203d39a4311d64284e23a6308aa6882280386317c43066b6033eee229f",
     },
     "lmcache.v1.cache_engine": {

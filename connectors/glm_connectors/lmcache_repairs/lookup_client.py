@@ -17,23 +17,30 @@ delete    with the pin on 0.5.6: LMCache 0.5.7 has no lookup_client
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
-import zmq
+import msgspec
 
 from glm_connectors.lmcache_repairs.contract import Symbol
 from glm_connectors.lmcache_repairs.counters import COUNTERS
 from glm_connectors.lmcache_repairs.grafting import replace
-from glm_connectors.lmcache_repairs.lookup_table import PROBE_ID, Lookup, LookupTable, Rank, State
-from glm_connectors.lmcache_repairs.lookup_wire import LookupCleanup, decode_to_scheduler, encode, request
+from glm_connectors.lmcache_repairs.lookup_link import Kick, Link, address, framed
+from glm_connectors.lmcache_repairs.lookup_table import Lookup, LookupTable, Rank, State
+from glm_connectors.lmcache_repairs.lookup_wire import (
+    LookupCleanup,
+    LookupReply,
+    decode_to_scheduler,
+    encode,
+    request,
+)
 
 logger = logging.getLogger(__name__)
 
-_NEVER = -1  # as a zmq time-out
 _NOT_FOUND = -1  # UPSTREAM: LookupClientInterface.lookup_cache
 
 
@@ -43,14 +50,14 @@ class RepairedLookupClient:
     config: Any
     token_database: Any
     _table: LookupTable
-    _send_lock: threading.Lock
+    _link_lock: threading.Lock
+    _cut: list[Link]
 
     def __init__(self, config: Any, metadata: Any) -> None:
-        from lmcache.v1.rpc_utils import get_zmq_context, get_zmq_rpc_path_lmcache, get_zmq_socket
+        from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
         from lmcache.v1.token_database import ChunkedTokenDatabase, SegmentTokenDatabase
 
         self.config = config
-        self.ctx = get_zmq_context(use_asyncio=False)
         port = (metadata.kv_connector_extra_config or {}).get("lmcache_rpc_port", 0)
         if metadata.engine_id is None:
             raise ValueError("LMCacheMetadata.engine_id: expected the engine's id, found None")
@@ -58,31 +65,23 @@ class RepairedLookupClient:
         self.lookup_server_worker_ids = numbers
         numbers = numbers or list(range(metadata.world_size))
         self.world_size = len(numbers)
-
-        def path(service: str, rank: int) -> str:
-            return str(get_zmq_rpc_path_lmcache(metadata.engine_id, service, port, rank))
-
         ranks = [
-            Rank(n, get_zmq_socket(self.ctx, path("lookup_worker", n), "ipc", zmq.PUSH, "connect"))
+            Rank(n, str(get_zmq_rpc_path_lmcache(metadata.engine_id, "lookup_worker", port, n)))
             for n in numbers
         ]
-        here = path("lookup_scheduler", 0)
-        self.push_sockets = [rank.socket for rank in ranks]
-        self.pull_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PULL, "bind")
-        # Wakes whoever reads the pull socket: an empty frame means "look at what has changed".
-        self._kick_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PUSH, "connect")
         database = SegmentTokenDatabase if config.enable_blending else ChunkedTokenDatabase
         self.token_database = database(config, metadata)
         self.lookup_backoff_time = float((config.extra_config or {}).get("lookup_backoff_time", 0.01))
         self._table = LookupTable(ranks, config.lookup_timeout_ms / 1000)
         COUNTERS.watch(self._table)
-        self._send_lock = threading.Lock()
+        self._link_lock = threading.Lock()  # of making and replacing links
+        self._cut: list[Link] = []  # links that have ended, for whoever has the baton to close
         self._patience, self._patient_since = self.lookup_backoff_time, time.monotonic()
-        # Whoever holds the baton owns the pull socket: the scheduler while it waits for its own question, else
-        # the reply thread, which `_handed` tells that there is something to read.
+        # Whoever holds the baton receives: the scheduler while it waits for its own question, else the reply
+        # thread, which `_handed` tells that there is something to read. Its kick: look at what has changed.
         self._baton = threading.Lock()
         self._handed = threading.Event()
-        self._read_timeout = _NEVER
+        self._kick = Kick()
         self.running = True
         self.thread = threading.Thread(
             target=self.process_responses_from_workers, daemon=True, name="async-lookup-client-thread"
@@ -133,13 +132,13 @@ class RepairedLookupClient:
             lookup = table.open(lookup_id, time.monotonic())
             if lookup.state is State.MISS:
                 return 0
-        message = encode(request(lookup_id, hashes, offsets, request_configs, lookup.attempt))
-        unsent = [rank for rank in table.ranks.values() if not self._send(rank.number, message)]
+        frame = framed(encode(request(lookup_id, hashes, offsets, request_configs, lookup.attempt)))
+        unsent = [rank for rank in table.ranks.values() if not self._send(rank, frame, lookup)]
         if unsent:
             with table.lock:
                 for rank in unsent:
                     table.mark_down(rank, time.monotonic())
-                loaded = table.expire(lookup, time.monotonic()) if lookup.state is State.WAITING else []
+                loaded = table.give_up(lookup)
             self._release(lookup, loaded)
             self._hand_over(news=True)
         return self._result(lookup)
@@ -157,15 +156,11 @@ class RepairedLookupClient:
             self._release(lookup, list(lookup.replies))
 
     def close(self) -> None:
-        """Ends the reply thread and closes this client's sockets; the context is shared with others and
-        stays.
-        """
+        """Ends the reply thread, which closes this client's sockets."""
         self.running = False
-        self._hand_over(news=True)
+        self._handed.set()
+        self._kick.send()
         self.thread.join(timeout=1.0)
-        with self._send_lock:
-            for socket in (*self.push_sockets, self._kick_socket):
-                socket.close(linger=0)
 
     def _result(self, lookup: Lookup) -> int | None:
         table = self._table
@@ -194,8 +189,14 @@ class RepairedLookupClient:
         table = self._table
         if self._baton.acquire(blocking=False):
             try:
-                while lookup.state is State.WAITING and (rest := until - time.monotonic()) > 0:
-                    self._read(int(1000 * rest) + 1)
+                # The rank that was asked last comes first: when it has answered, most of the others have, and
+                # this thread was woken once.
+                for rank in reversed(table.ranks.values()):
+                    while lookup.state is State.WAITING and rank.number not in lookup.replies:
+                        rest = until - time.monotonic()
+                        if rest <= 0:
+                            return
+                        self._read(rank, int(1000 * rest) + 1)
             finally:
                 self._baton.release()
             return
@@ -208,51 +209,101 @@ class RepairedLookupClient:
 
     # -- either thread ---------------------------------------------------------------------------------------
 
-    def _send(self, rank: int, message: bytes) -> bool:
-        """False where the rank's queue is full; never blocks."""
-        with self._send_lock:
-            try:
-                self._table.ranks[rank].socket.send(message, zmq.NOBLOCK)
-            except zmq.Again:
+    def _send(self, rank: Rank, frame: bytes, lookup: Lookup | None = None) -> bool:
+        """False where the rank is not there or has no room; never blocks. Connects where it has to, once.
+
+        lookup: what the frame asks for.
+        """
+        for _ in range(2):
+            link = rank.link or self._connect(rank)
+            if link is None:
                 return False
-        return True
+            try:
+                sent = link.send(frame)
+            except ConnectionError:
+                if self._drop(rank, link):
+                    with self._table.lock:
+                        missed = self._table.unanswered(rank, lookup)
+                    self._release_all(missed)
+                continue
+            if link.pressing:
+                self._hand_over(news=True)
+            return sent
+        return False
+
+    def _connect(self, rank: Rank) -> Link | None:
+        with self._link_lock:
+            if rank.link is None and self.running:
+                try:
+                    rank.link = Link.to(address(rank.path))
+                    if self._handed.is_set():  # the reply thread may wait without it
+                        self._kick.send()
+                except OSError as error:
+                    if not rank.down and os.path.exists(rank.path):
+                        logger.error(
+                            "lookup rank %d serves LMCache without repairs (%s): call "
+                            "glm_connectors.lmcache_repairs.install() in every worker process.",
+                            rank.number,
+                            error,
+                        )
+            return rank.link
+
+    def _drop(self, rank: Rank, link: Link) -> bool:
+        """The link has ended; False where another thread knows. Who receives on it at this moment closes it."""
+        link.cut()
+        with self._link_lock:
+            mine = rank.link is link
+            if mine:
+                rank.link = None
+                self._cut.append(link)
+        return mine
 
     def _release(self, lookup: Lookup, ranks: list[int]) -> None:
-        for rank in ranks:
-            self._send(rank, encode(LookupCleanup(lookup.lookup_id, lookup.attempt)))
+        for number in ranks:
+            frame = framed(encode(LookupCleanup(lookup.lookup_id, lookup.attempt)))
+            self._send(self._table.ranks[number], frame)
+
+    def _release_all(self, missed: list[tuple[Lookup, list[int]]]) -> None:
+        for lookup, loaded in missed:
+            self._release(lookup, loaded)
 
     def _hand_over(self, *, news: bool) -> None:
-        """Has the reply thread read. `news`: it must look up from its socket, if that is where it is."""
+        """Has the reply thread read. `news`: it must look up from its sockets, if that is where it is."""
         if news and self._handed.is_set():
-            with self._send_lock, suppress(zmq.Again):  # full: then there are kicks enough for it to read
-                self._kick_socket.send(b"", zmq.NOBLOCK)
+            self._kick.send()
         self._handed.set()
 
-    def _read(self, milliseconds: int) -> None:
-        """Counts in one reply, if there is one in time. The caller holds the baton."""
-        if milliseconds != self._read_timeout:
-            self._read_timeout = milliseconds
-            self.pull_socket.setsockopt(zmq.RCVTIMEO, milliseconds)
+    def _read(self, rank: Rank, milliseconds: int) -> None:
+        """Counts in the replies of one rank, waiting for them at most so long. The caller holds the baton."""
+        link = rank.link
+        if link is None:
+            self._lost(rank)
+            return
         try:
-            frame = self.pull_socket.recv()
-        except zmq.Again:
+            replies = [decode_to_scheduler(frame) for frame in link.receive(milliseconds)]
+        except (ConnectionError, msgspec.DecodeError) as error:
+            logger.error("lookup rank %d: %s", rank.number, error)
+            if self._drop(rank, link):
+                self._lost(rank)
             return
-        if not frame:
-            return
-        reply = decode_to_scheduler(frame)
-        if reply.rank not in self._table.ranks:
+        for reply in replies:
+            self._count(rank, reply)
+
+    def _count(self, rank: Rank, reply: LookupReply) -> None:
+        if reply.rank != rank.number:
             COUNTERS.add("foreign_replies")
-            logger.error(
-                "a lookup reply has rank %d, expected one of %s: dropped. Its sender has no repairs; call "
-                "glm_connectors.lmcache_repairs.install() in every worker process.",
-                reply.rank,
-                sorted(self._table.ranks),
-            )
+            logger.error("rank %d replied as rank %d: dropped", rank.number, reply.rank)
             return
         with self._table.lock:
             late = self._table.reply(reply)
         if late:
-            self._send(reply.rank, encode(LookupCleanup(reply.lookup_id, reply.attempt)))
+            self._send(rank, framed(encode(LookupCleanup(reply.lookup_id, reply.attempt))))
+
+    def _lost(self, rank: Rank) -> None:
+        """`rank` has ended: nobody waits for its replies."""
+        with self._table.lock:
+            missed = self._table.lost(rank, time.monotonic())
+        self._release_all(missed)
 
     # -- the reply thread ------------------------------------------------------------------------------------
 
@@ -263,18 +314,53 @@ class RepairedLookupClient:
             with self._baton:
                 while self.running:
                     try:
-                        self._read(self._probe())
+                        self._read_any(self._probe())
                     except Exception:
                         logger.exception("a lookup reply could not be read")
                     with self._table.lock:
-                        if self._table.quiet():
+                        if self._table.quiet() and not self._pressing():
                             self._handed.clear()
                             break
-        with self._baton:
-            self.pull_socket.close(linger=0)
+        with self._baton, self._link_lock:
+            for rank in self._table.ranks.values():
+                if rank.link is not None:
+                    self._cut.append(rank.link)
+                    rank.link = None
+            for link in self._cut:
+                link.close()
+            self._kick.close()
 
-    def _probe(self) -> int:
-        """Probes every rank whose time has come; milliseconds until the next one, _NEVER with all up."""
+    def _pressing(self) -> bool:
+        return any(rank.link is not None and rank.link.pressing for rank in self._table.ranks.values())
+
+    def _read_any(self, milliseconds: int | None) -> None:
+        """Waits for any rank or a kick; counts in what has come, and sends on what waits."""
+        with self._link_lock:
+            cut, self._cut = self._cut, []
+            links = [(rank, rank.link) for rank in self._table.ranks.values() if rank.link is not None]
+        for link in cut:
+            link.close()
+        poll = select.poll()
+        poll.register(self._kick, select.POLLIN)
+        by_number = {}
+        for rank, link in links:
+            poll.register(link, select.POLLIN | (select.POLLOUT if link.pressing else 0))
+            by_number[link.fileno()] = rank, link
+        for number, events in poll.poll(milliseconds):
+            if number == self._kick.fileno():
+                self._kick.take()
+                continue
+            rank, link = by_number[number]
+            try:
+                if events & select.POLLOUT:
+                    link.flush()
+            except ConnectionError:
+                events |= select.POLLIN  # which says the same
+            if events & ~select.POLLOUT:
+                self._read(rank, 0)
+
+    def _probe(self) -> int | None:
+        """Probes every rank whose time has come; milliseconds until the next one, None with all up."""
         now = time.monotonic()
         with self._table.lock:
             due, following = self._table.due_probes(now)
@@ -282,8 +368,8 @@ class RepairedLookupClient:
             # No chunks: the rank's tiers are asked for nothing, which they answer with a miss if they answer
             # at all.
             COUNTERS.add("rank_probes")
-            self._send(rank.number, encode(request(PROBE_ID, [], [], None, 0)))
-        return _NEVER if following is None else int(1000 * (following - now)) + 1
+            self._send(rank, framed(encode(request(self._table.probe_id(), [], [], None, 0))))
+        return None if following is None else int(1000 * (following - now)) + 1
 
 
 MODULE = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
@@ -292,8 +378,6 @@ SYMBOLS = (
     Symbol("lmcache.v1.lookup_client.async_lookup_message", "LookupRequestMsg"),
     Symbol("lmcache.v1.lookup_client.async_lookup_message", "LookupResponseMsg"),
     Symbol("lmcache.v1.lookup_client.async_lookup_message", "LookupCleanupMsg"),
-    Symbol("lmcache.v1.rpc_utils", "get_zmq_context"),
-    Symbol("lmcache.v1.rpc_utils", "get_zmq_socket"),
     Symbol("lmcache.v1.rpc_utils", "get_zmq_rpc_path_lmcache"),
 )
 GRAFTS = tuple(

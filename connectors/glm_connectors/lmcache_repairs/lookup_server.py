@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from glm_connectors.lmcache_repairs.contract import Symbol
 from glm_connectors.lmcache_repairs.counters import COUNTERS
 from glm_connectors.lmcache_repairs.grafting import Repair, replace
 from glm_connectors.lmcache_repairs.lookup_client import GRAFTS as CLIENT_GRAFTS
 from glm_connectors.lmcache_repairs.lookup_client import MODULE
 from glm_connectors.lmcache_repairs.lookup_client import SYMBOLS as CLIENT_SYMBOLS
+from glm_connectors.lmcache_repairs.lookup_link import Inlet, Link, address, framed
 from glm_connectors.lmcache_repairs.lookup_wire import (
     LookupCleanup,
     LookupReply,
@@ -46,8 +45,9 @@ _REMEMBERED = 4096  # answered ids whose attempt is kept, to tell a stale cleanu
 
 @dataclass
 class _Asked:
-    """What an id is at. hashes: those being loaded."""
+    """What an id is at. asker: where the answer goes; hashes: those being loaded."""
 
+    asker: Link
     attempt: int
     hashes: Sequence[int]
     answered: bool = False
@@ -57,20 +57,16 @@ class RepairedLookupServer:
     """The methods that replace those of LMCacheAsyncLookupServer; never instantiated itself."""
 
     def __init__(self, lmcache_engine: Any, metadata: Any) -> None:
-        from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache, get_zmq_socket
+        from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
 
         if metadata.engine_id is None:
             raise ValueError("LMCacheMetadata.engine_id: expected the engine's id, found None")
-        self.ctx = zmq.Context()
         port = (metadata.kv_connector_extra_config or {}).get("lmcache_rpc_port", 0)
-        here = get_zmq_rpc_path_lmcache(metadata.engine_id, "lookup_worker", port, metadata.worker_id)
-        scheduler = get_zmq_rpc_path_lmcache(metadata.engine_id, "lookup_scheduler", port, 0)
-        self.push_socket = get_zmq_socket(self.ctx, scheduler, "ipc", zmq.PUSH, "connect")
-        self.pull_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PULL, "bind")
-        self._kick_socket = get_zmq_socket(self.ctx, here, "ipc", zmq.PUSH, "connect")
+        path = get_zmq_rpc_path_lmcache(metadata.engine_id, "lookup_worker", port, metadata.worker_id)
+        self._inlet = Inlet(address(path))
         self.lmcache_engine = lmcache_engine
         self._rank = metadata.worker_id
-        # Guards `_asked` and the push socket; the engine is never called under it.
+        # Guards `_asked`; the engine is never called under it.
         self._lock = threading.Lock()
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self.running = True
@@ -80,17 +76,18 @@ class RepairedLookupServer:
         self.thread.start()
 
     def process_requests_from_scheduler(self) -> None:
-        """Serves requests until closed. Sole user of the pull socket, which it closes."""
-        while self.running:
-            try:
-                frame = self.pull_socket.recv()
-                if frame:
-                    self._serve(decode_to_rank(frame))
-            except Exception:
-                logger.exception("a lookup request could not be served")
-        self.pull_socket.close(linger=0)
+        """Serves requests until closed. Sole user of the inlet, which it closes."""
+        try:
+            while self.running:
+                for link, frame in self._inlet.wait():
+                    try:
+                        self._serve(link, decode_to_rank(frame))
+                    except Exception:
+                        logger.exception("a lookup request could not be served")
+        finally:  # also where the process has no file left to accept with: the scheduler knows at once
+            self._inlet.close()
 
-    def _serve(self, message: LookupRequest | LookupCleanup) -> None:
+    def _serve(self, link: Link, message: LookupRequest | LookupCleanup) -> None:
         lookup_id = message.lookup_id
         if isinstance(message, LookupCleanup):
             with self._lock:
@@ -105,11 +102,11 @@ class RepairedLookupServer:
             if asked is not None and not asked.answered:
                 loading = asked.hashes
                 if hashes[: len(loading)] == loading:
-                    asked.attempt = message.attempt  # its load answers this one
+                    asked.asker, asked.attempt = link, message.attempt  # its load answers this one
                 else:
-                    self._reply(lookup_id, 0, message.attempt)
+                    self._reply(link, lookup_id, 0, message.attempt)
                 return
-            self._asked[lookup_id] = _Asked(message.attempt, hashes)
+            self._asked[lookup_id] = _Asked(link, message.attempt, hashes)
             self._asked.move_to_end(lookup_id)
             while len(self._asked) > _REMEMBERED and next(iter(self._asked.values())).answered:
                 self._asked.popitem(last=False)
@@ -139,26 +136,26 @@ class RepairedLookupServer:
                 logger.error("no lookup %s waits on rank %d for an answer", lookup_id, self._rank)
                 return
             asked.answered, asked.hashes = True, []
-            self._reply(lookup_id, num_hit_tokens, asked.attempt)
+            self._reply(asked.asker, lookup_id, num_hit_tokens, asked.attempt)
 
-    def _reply(self, lookup_id: str, num_hit_tokens: int, attempt: int) -> None:
-        reply = encode(LookupReply(lookup_id, num_hit_tokens, self._rank, attempt))
+    def _reply(self, link: Link, lookup_id: str, num_hit_tokens: int, attempt: int) -> None:
+        frame = framed(encode(LookupReply(lookup_id, num_hit_tokens, self._rank, attempt)))
         try:
-            self.push_socket.send(reply, zmq.NOBLOCK)
-        except zmq.Again:
+            sent = link.send(frame)
+        except OSError:  # gone, or closed with this server
+            sent = False
+        if not sent:
             COUNTERS.add("unsent_replies")
             logger.error("the scheduler reads no lookup replies; the one to %s is dropped", lookup_id)
+        elif link.pressing:
+            self._inlet.wake()
 
     def close(self) -> None:
-        """Ends the thread and the sockets."""
-        self.running = False
-        self._kick_socket.send(b"")
+        """Ends the thread, which closes the sockets."""
+        if self.running:
+            self.running = False
+            self._inlet.wake()
         self.thread.join(timeout=1.0)
-        with self._lock:
-            self.push_socket.close(linger=0)
-            self._kick_socket.close(linger=0)
-        if not self.thread.is_alive():  # else the engine still works on a request, and owns the pull socket
-            self.ctx.term()
 
 
 REPAIR = Repair(

@@ -2,8 +2,8 @@
 
 LMCache's own (lmcache.v1.lookup_client.async_lookup_message, same tags), with rank and attempt added: that
 is what lets a client tell a late reply from one to the present question. Hashes travel packed and offsets
-run-length encoded, which takes a rank a third of the time to read; a long prompt has thousands. A repaired
-server still reads upstream's lists.
+run-length encoded, which takes a rank a third of the time to read; a long prompt has thousands. Upstream's
+lists are read as well, though an unrepaired client has no link to a repaired server (`lookup_link`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LookupCleanup(msgspec.Struct, tag="LookupCleanupMsg"):
 
 
 class LookupReply(msgspec.Struct, tag="LookupResponseMsg"):
-    """Rank to scheduler. rank -1: the sender has no repairs."""
+    """Rank to scheduler. rank -1: the sender says none."""
 
     lookup_id: str
     num_hit_tokens: int

@@ -1,0 +1,138 @@
+"""From rounds at every arm to shares and interaction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.ab.statistics import ratio
+from benchmarks.ab.summary import ALL as EVERY
+from benchmarks.ab.summary import aligned, by_round, summarise, verdict
+from benchmarks.ablation.arms import ALL, NONE, STOCK, Arm
+
+METRICS = {"input_tokens_per_s": "input tokens/s", "ttft": "time to first token", "e2e": "end-to-end time"}
+
+
+def speedups(
+    records: Sequence[dict[str, Any]], names: Sequence[str], baseline: str, metric: str, label: str
+) -> dict[str, dict[str, Any]]:
+    """Every endpoint's speed-up over the baseline at the sweep's first point, with its interval."""
+    found = summarise(records, names, baseline)[0]["speedups"]
+    if metric == "input_tokens_per_s":
+        return {name: one[metric] for name, one in found.items() if one[metric]}
+    by_label = {name: one["by_label"].get(label, {}).get(metric) for name, one in found.items()}
+    return {name: one for name, one in by_label.items() if one}
+
+
+def share(alone: Mapping[str, Any], together: Mapping[str, Any]) -> float | None:
+    """The share of all changes' gain that one brings alone, in logarithms, so that factors add up.
+
+    None where all together are no difference, or nothing is decided: there is no gain to have a share of.
+    """
+    if together["says"] not in ("faster", "slower"):
+        return None
+    return math.log(alone["value"]) / math.log(together["value"])
+
+
+def per_round(
+    records: Sequence[dict[str, Any]], names: Sequence[str], metric: str, label: str
+) -> dict[str, list[float]]:
+    """Each arm's speed-up over `none` in every round in which all of them have one (the geometric mean of its pairs)."""
+    of = aligned(records, [NONE, *names], records[0]["glm_ab"]["point"])
+    found = [by_round(of[NONE], of[name], metric, label) for name in names]
+    whole = [row for row in zip(*found, strict=True) if all(row)]
+    means = [[math.exp(math.fsum(map(math.log, values)) / len(values)) for values in row] for row in whole]
+    return {name: [row[i] for row in means] for i, name in enumerate(names)}
+
+
+_WORDS = {
+    "faster": "they help each other",
+    "slower": "they take from each other",
+    "no difference": "no interaction is seen",
+}
+
+
+def interaction(
+    alone: Mapping[str, Sequence[float]], together: Sequence[float], doubt: str = ""
+) -> dict[str, Any] | None:
+    """All together over the product of each alone, round by round, with its interval: above 1 they help each other.
+
+    None with fewer than two. Speed-ups over `none`, whose noise is in every one of them: only rounds tell what is noise.
+    """
+    if len(alone) < 2:
+        return None
+    products = [math.prod(row) for row in zip(*alone.values(), strict=True)]
+    found = verdict(ratio([[t / p] for t, p in zip(together, products, strict=True)]), doubt)
+    product, both = ratio([[p] for p in products]), ratio([[t] for t in together])
+    if found is None or product is None or both is None:
+        return None
+    between = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
+    return {
+        **found,
+        "product_of_singles": round(product.value, 4),
+        "together": round(both.value, 4),
+        "says": f"alone they would multiply to {product.value:.3f}×, together they give {both.value:.3f}×: "
+        f"{_WORDS.get(found['says'], found['says'])} ({found['value']:.3f}{between})",
+    }
+
+
+def analyse(
+    arms: Sequence[Arm], records: Sequence[dict[str, Any]], metric: str, label: str
+) -> dict[str, Any]:
+    """The result's `arms`, `interaction` and `answer`."""
+    names = [arm.name for arm in arms if arm.spec]
+    over_stock = speedups(records, names, STOCK, metric, label)
+    over_none = speedups(records, names, NONE, metric, label)
+    singles = [arm.name for arm in arms if arm.spec and len(arm.changes) == 1 and arm.name != ALL]
+    # With one usable change, that change is all of them; with more, nothing stands in for them.
+    last = ALL if ALL in names else singles[0] if len(singles) == 1 else None
+    together = over_none.get(last) if last else None
+    endpoints = summarise(records, names, NONE)[0]["endpoints"]
+    found = None
+    if ALL in over_none:
+        speeds = per_round(records, [*singles, ALL], metric, label)
+        errors = sum(int(endpoints[name]["errors"]) for name in (NONE, *singles, ALL))
+        doubt = f"{errors} errors" if errors else ""
+        found = interaction({name: speeds[name] for name in singles}, speeds[ALL], doubt)
+    rows = []
+    for arm in arms:
+        decided = together and arm.name in singles and arm.name in over_none
+        part = share(over_none[arm.name], together) if decided and together else None
+        rows.append(
+            {
+                "name": arm.name,
+                "changes": list(arm.changes),
+                "state": arm.state,
+                "speedup": over_stock.get(arm.name),
+                "speedup_over_none": over_none.get(arm.name),
+                "share": None if part is None else round(part, 4),
+                "cached_share": _cached(endpoints[arm.name], label) if arm.spec else None,
+                "input_tokens_per_s": endpoints[arm.name]["input_tokens_per_s"] if arm.spec else None,
+                "errors": endpoints[arm.name]["errors"] if arm.spec else None,
+                "article": arm.article,
+            }
+        )
+    return {
+        "metric": METRICS[metric]
+        + ("" if label == EVERY or metric == "input_tokens_per_s" else f", {label}"),
+        "baseline": STOCK,
+        "arms": rows,
+        "interaction": found,
+        "answer": _answer(last, over_stock, METRICS[metric]),
+        "not_measured": [f"ablation, {arm.name}: {arm.state}" for arm in arms if not arm.spec],
+    }
+
+
+def _cached(endpoint: Mapping[str, Any], label: str) -> float | None:
+    found = endpoint["by_label"].get(label) or endpoint["by_label"][EVERY]
+    return found["cached_share"]  # type: ignore[no-any-return]
+
+
+def _answer(last: str | None, over_stock: Mapping[str, Mapping[str, Any]], metric: str) -> str:
+    if last is None:
+        return "No change of the five could be measured here."
+    if last not in over_stock:
+        return f"{last} against {STOCK}: no pair of requests succeeded at both."
+    found = over_stock[last]
+    return f"{last} against {STOCK}: {metric} {found['value']:.3f}× ({found['says']})."

@@ -1,0 +1,1 @@
+"""Do two endpoints answer equally well? The same questions to both, compared pair by pair."""

@@ -1,0 +1,147 @@
+"""Asks both endpoints everything, some at once, and writes every answer down as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from benchmarks.ab.client import Client
+from benchmarks.accuracy.paired import Pair
+from benchmarks.accuracy.suites import Question
+from benchmarks.workloads.model import CHAT, COMPLETIONS, Turn
+
+_T = TypeVar("_T")
+_STOP = ["Question:"]  # what lm_eval's gsm8k stops at
+
+
+def turn(question: Question, api: str) -> Turn:
+    """The request: greedy, ends where the model ends it."""
+    common: dict[str, Any] = {"max_tokens": question.max_tokens, "temperature": 0}
+    if question.suite == "gsm8k":
+        common["stop"] = _STOP
+    if api == "completions":
+        return Turn(COMPLETIONS, {"prompt": question.prompt, **common}, question.suite, 0)
+    body = {"messages": [{"role": "user", "content": question.prompt}], **common}
+    return Turn(CHAT, body, question.suite, 0)
+
+
+def mark(question: Question, client: Client, api: str) -> str:
+    """Names a question to an endpoint; an answer with its mark is not asked for again."""
+    parts = (client.url, client.model, api, question.id, question.prompt, question.max_tokens)
+    return hashlib.sha256(orjson.dumps(parts)).hexdigest()[:16]
+
+
+class Notebook:
+    """The answers on disk, one JSON object a line. A line that an interrupt cut off is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answers: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            data = path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            for line in whole.splitlines():
+                row = orjson.loads(line)
+                # A failure is asked again.
+                if not row["error"]:
+                    self.answers[row["mark"]] = row
+            if len(whole) < len(data):
+                path.write_bytes(whole)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Writes an answer down."""
+        self.answers[row["mark"]] = row
+        with self.path.open("ab") as file:
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+
+
+async def ask_both(
+    clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, api: str, concurrency: int
+) -> None:
+    """Asks side "a" and side "b" every question that the notebook has no answer to; `concurrency` at once a side."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        async with asyncio.TaskGroup() as group:
+            for side, client in clients.items():
+                missing = [q for q in questions if mark(q, client, api) not in notebook.answers]
+                bar = progress.add_task(f"{side}: {client.url}", total=len(questions))
+                progress.advance(bar, len(questions) - len(missing))
+                group.create_task(
+                    _side(
+                        side,
+                        client,
+                        missing,
+                        notebook,
+                        api,
+                        concurrency,
+                        lambda bar=bar: progress.advance(bar),
+                    )
+                )
+
+
+async def _side(
+    side: str,
+    client: Client,
+    questions: Sequence[Question],
+    notebook: Notebook,
+    api: str,
+    concurrency: int,
+    done: Any,
+) -> None:
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(question: Question) -> None:
+        async with gate:
+            sample = await client.ask(turn(question, api))
+        # An answer of no token is an answer: a model may end at once.
+        error = "" if sample.error == "no token came" else sample.error
+        answer = question.read(sample.text)
+        notebook.add(
+            {
+                "mark": mark(question, client, api),
+                "suite": question.suite,
+                "id": question.id,
+                "side": side,
+                "endpoint": client.url,
+                "answer": answer,
+                "correct": answer == question.expected,
+                "text": sample.text,
+                "prompt_tokens": sample.prompt_tokens,
+                "error": error,
+            }
+        )
+        done()
+
+    async with client, asyncio.TaskGroup() as group:
+        for question in questions:
+            group.create_task(one(question))
+
+
+def pairs(
+    clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, api: str
+) -> tuple[list[Pair], int]:
+    """The questions that both answered, and how many one or both did not."""
+    found, errors = [], 0
+    for question in questions:
+        rows = [notebook.answers.get(mark(question, clients[side], api)) for side in ("a", "b")]
+        a, b = rows
+        if a is None or b is None or a["error"] or b["error"]:
+            errors += 1
+            continue
+        found.append(Pair(a["answer"], b["answer"], a["correct"], b["correct"]))
+    return found, errors

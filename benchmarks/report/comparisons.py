@@ -1,0 +1,205 @@
+"""Sections of A/B runs and of the ablation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.report import plots
+from benchmarks.report.blocks import Block, Code, Facts, Figure, Section, Table, interval, number, share
+
+ALL = "all"
+_WORDS = {
+    "two_turn": "Two-turn chat over real text",
+    "long_context": "One long prompt",
+    "mixed": "Mixed lengths behind a shared system prompt",
+    "mooncake": "A Mooncake trace",
+    "long_agent": "Long agent turns, mostly seen before",
+}
+
+
+def comparison(result: dict[str, Any]) -> Section:
+    """An A/B run."""
+    names = list(result["endpoints"])
+    base = result["baseline"]
+    title = f"{_WORDS.get(result['workload'], result['workload'])}: {' against '.join(_ordered(names, base))}"
+    blocks: list[Block] = []
+    for point in result["points"]:
+        blocks += _point(point, base, len(result["points"]) > 1)
+    if len(result["points"]) > 1:
+        blocks.append(_sweep(result["points"], names))
+    parameters = [(key, _plain(value)) for key, value in result["parameters"].items()]
+    rounds = ("rounds", f"{result['rounds']}; {share(result['confidence'])} intervals, resampled by round")
+    blocks.append(Facts([*parameters, rounds]))
+    blocks.append(Facts([(key.replace("_", " "), _plain(v)) for key, v in result["discipline"].items()]))
+    for name, about in result["endpoints"].items():
+        blocks.append(Code(_endpoint(about), title=f"how {name} was started, and what it says of itself"))
+    return Section(title, " ".join(_sentences(result)), blocks)
+
+
+def _ordered(names: Sequence[str], base: str) -> list[str]:
+    return [name for name in names if name != base] + [base]
+
+
+def _sentences(result: dict[str, Any]) -> list[str]:
+    found = []
+    for point in result["points"]:
+        for name, speedups in point["speedups"].items():
+            times = speedups["by_label"][ALL]["ttft"]
+            rate = speedups["input_tokens_per_s"]
+            if not times or not rate:
+                found.append(f"{name}, {point['point']}: no pair of requests succeeded at both.")
+                continue
+            found.append(
+                f"{name} against {result['baseline']}, {point['point']}: first token {number(times['value'], 3)}× as "
+                f"fast ({times['says']}), input tokens per second {number(rate['value'], 3)}× ({rate['says']})."
+            )
+            if unlike := (speedups.get("unlike_prompts") or {}).get("pairs"):
+                most = share(speedups["unlike_prompts"]["most"])
+                found.append(
+                    f"{unlike} of its prompts have another number of tokens there, by {most} at most."
+                )
+    return found
+
+
+def _point(point: dict[str, Any], base: str, swept: bool) -> list[Block]:
+    head = (
+        "endpoint",
+        "requests",
+        "TTFT p50 ms",
+        "TTFT p99 ms",
+        "ITL p50 ms",
+        "ITL p99 ms",
+        "end-to-end p50 ms",
+    )
+    rows = []
+    for name, one in point["endpoints"].items():
+        for label, times in one["by_label"].items():
+            figures = [
+                interval(times[metric][q], 4)
+                for metric, q in (
+                    ("ttft_ms", "median"),
+                    ("ttft_ms", "p99"),
+                    ("itl_ms", "median"),
+                    ("itl_ms", "p99"),
+                    ("e2e_ms", "median"),
+                )
+            ]
+            who = name if label == ALL else f"{name}, {label}"
+            rows.append((who, number(times["requests"]), *figures, share(times["cached_share"])))
+    blocks: list[Block] = [Table((*head, "cached"), rows, point["point"])]
+    rates = [
+        (
+            name,
+            interval(one["input_tokens_per_s"]),
+            interval(one["output_tokens_per_s"]),
+            number(one["errors"]),
+            "; ".join(one["error_examples"]) or "none",
+        )
+        for name, one in point["endpoints"].items()
+    ]
+    blocks.append(
+        Table(("endpoint", "input tokens/s", "output tokens/s", "errors", "which"), rates, point["point"])
+    )
+    if point["speedups"]:
+        blocks.append(_speedups(point, base))
+    if not swept:
+        blocks.append(_curves(point))
+    return blocks
+
+
+def _speedups(point: dict[str, Any], base: str) -> Table:
+    rows = []
+    for name, speedups in point["speedups"].items():
+        rate = speedups["input_tokens_per_s"]
+        rows.append((name, ALL, "input tokens/s", interval(rate, 3), rate["says"] if rate else "n/a"))
+        for label, metrics in speedups["by_label"].items():
+            for metric, words in (("ttft", "first token"), ("tpot", "time per token"), ("e2e", "end to end")):
+                if found := metrics[metric]:
+                    rows.append((name, label, words, interval(found, 3), found["says"]))
+    head = ("endpoint", "requests", "of what", f"speed-up over {base}", "which says")
+    return Table(head, rows, f"{point['point']}; pair by pair, above 1 is faster than {base}")
+
+
+def _curves(point: dict[str, Any]) -> Figure:
+    series = []
+    for name, one in point["endpoints"].items():
+        for label, times in one["by_label"].items():
+            curve = times["ttft_curve_ms"]
+            if curve and (label != ALL or len(one["by_label"]) == 2):
+                series.append(
+                    (f"{name}, {label}", curve, [100 * i / (len(curve) - 1) for i in range(len(curve))])
+                )
+    svg = plots.lines(series, "time to first token, ms", "% of requests that had it", marker="")
+    return Figure(svg, f"Share of requests whose first token had come, {point['point']}")
+
+
+def _sweep(points: Sequence[dict[str, Any]], names: Sequence[str]) -> Figure:
+    places = list(range(len(points)))
+    series = []
+    for name in names:
+        rates = [p["endpoints"][name]["input_tokens_per_s"] for p in points]
+        series.append((name, places, [r["value"] if r else 0.0 for r in rates]))
+    ticks = [(float(i), p["point"].replace("concurrency ", "")) for i, p in enumerate(points)]
+    return Figure(
+        plots.lines(series, "load", "input tokens/s", ticks=ticks), "Input tokens per second by load"
+    )
+
+
+def _endpoint(about: dict[str, Any]) -> str:
+    parts = []
+    if url := about.get("url"):
+        parts.append(str(url))
+    for name, command in about.get("processes", {}).items():
+        variables = " ".join(f"{key}={value}" for key, value in about.get("env", {}).items())
+        parts.append(f"# {name}\n{variables} {command}".strip())
+    parts += [f"{key}: {_plain(value)}" for key, value in about.get("about", {}).items()]
+    return "\n".join(parts)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_plain(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return number(value)
+
+
+def ablation(result: dict[str, Any]) -> Section:
+    """Each change alone, all, none; the article's figures in a column of their own."""
+    arms = result["arms"]
+    rows = []
+    for arm in arms:
+        rows.append(
+            (
+                arm["name"],
+                arm["state"],
+                interval(arm.get("speedup"), 3),
+                (arm.get("speedup") or {}).get("says", "n/a"),
+                share(arm.get("share")),
+                share(arm.get("cached_share")),
+                arm.get("article") or "n/a",
+            )
+        )
+    head = (
+        "arm",
+        "state",
+        f"speed-up over {result['baseline']}",
+        "which says",
+        "share of the gain",
+        "cached",
+    )
+    note = "The last column is quoted from the article (8×B300, vLLM); nothing in it was measured here."
+    blocks: list[Block] = [Table((*head, "the article's figure"), rows, note)]
+    measured = [arm for arm in arms if arm.get("speedup")]
+    if measured:
+        svg = plots.bars(
+            [arm["name"] for arm in measured],
+            [(result["metric"], [arm["speedup"] for arm in measured])],
+            f"speed-up over {result['baseline']} ({result['metric']})",
+        )
+        blocks.append(Figure(svg, "What each change brings alone, and all together"))
+    if found := result.get("interaction"):
+        blocks.append(Facts([("interaction", found["says"])]))
+    lead = result.get("answer") or "What each change brings alone, all together, and none."
+    return Section("Ablation of the five changes", lead, blocks)

@@ -1,0 +1,340 @@
+"""One connection to a Valkey server that moves values between the socket and the caller's memory, and copies none.
+
+RESP2, as far as GET, MGET, SET, DEL and the handshake need it. A command and its values leave in one `sendmsg`;
+a value is received where it belongs, behind the first bytes that came with the reply's head. The socket blocks
+in the kernel under SO_SNDTIMEO and SO_RCVTIMEO, so a thread enters and leaves Python once a value, however many
+segments it takes: another thread that computes in Python costs it one wait for the interpreter, not hundreds.
+
+Silence is what times out, not size: a quarter of the timeout passes in the kernel at most, and a call has failed
+once four waits in a row brought no byte and took none away. So a slow link makes slow calls and no failures; how
+long a call may take all the same, whoever calls says (`deadline`).
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import struct
+import termios
+import time
+from collections.abc import Sequence
+
+from glm_connectors.valkey_store.clients import ABSENT, MISFIT
+
+_LINE = 4096  # bytes of a reply's line at most; Valkey's error messages are shorter
+_PARTS = 1000  # of one sendmsg; Linux takes 1024
+_NAME = b"glm_connectors"
+_LOOK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
+_WAITS = 4  # in a row without a byte, each a quarter of the timeout
+# Load balancers, NATs and firewalls forget a silent connection after minutes, Linux would ask after two hours. Seconds,
+# seconds, times.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+
+
+class RefusedError(Exception):
+    """The server's error reply, in its words. The connection is as good as before."""
+
+
+class OutOfStepError(ConnectionError):
+    """What came is no reply to what was asked: the connection is of no use any more."""
+
+
+class Connection:
+    """Commands and their replies in step. Of one thread.
+
+    After any exception but RefusedError it is out of step, and is to be closed.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        username: str,
+        password: str,
+        database: int,
+        connect_timeout: float,
+        timeout: float,
+    ) -> None:
+        """Connects and signs in. OSError, RefusedError.
+
+        connect_timeout: seconds for all addresses of `host` together, and again for signing in at the one that took the
+        connection. timeout: of silence, from then on.
+        """
+        self._socket = _dial(host, port, connect_timeout)
+        try:
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+            self._line = bytearray(_LINE)  # bytes that came and belong to nobody yet: [start, end)
+            self._start = self._end = 0
+            self._calls = 0
+            self._heard = False  # a byte, since the last command began
+            self._quiet = 0  # waits in a row
+            self._unsent = -1  # bytes not yet acknowledged at the last of them; -1 unknown
+            self._wait_at_most(connect_timeout / _WAITS)
+            deadline = time.monotonic() + connect_timeout
+            if username or password:  # a user may have none
+                user = [username.encode()] if username else []
+                self._ask([b"AUTH", *user, password.encode()], deadline)
+            if database:
+                self._ask([b"SELECT", b"%d" % database], deadline)
+            try:
+                self._ask([b"CLIENT", b"SETNAME", _NAME], deadline)
+            except RefusedError as error:
+                # A user may lack the right to it; whatever else it is, comes again. But who has not signed in is told so
+                # here only: a value is longer than such a client may send, and ends the connection without a word.
+                if str(error).startswith("NOAUTH"):
+                    raise
+            self._wait_at_most(timeout / _WAITS)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def idle(self) -> bool:
+        """Whether the server still holds its end and nothing has come unasked. Never blocks."""
+        if self._start != self._end:
+            return False
+        try:
+            self._socket.recv(1, _LOOK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # the end, or a stray reply
+
+    def ended_before(self) -> bool:
+        """Of one that has failed: whether it may have ended before its last call, in a silence since the one before. What
+        stands between answers the first bytes after that with a reset."""
+        return self._calls > 1 and not self._heard
+
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview], deadline: float) -> list[int]:
+        """Values into buffers; bytes, ABSENT or MISFIT each. One command. RefusedError for its error reply.
+
+        deadline: by time.monotonic(), here and below.
+        """
+        self._calls += 1
+        if len(names) == 1:
+            self._send([_command(b"GET", names)], deadline)
+            return [self._value(buffers[0], deadline)]
+        self._send([_command(b"MGET", names)], deadline)
+        head = self._head(deadline)
+        if head != b"*%d" % len(names):
+            raise OutOfStepError(f"expected an array of {len(names)} values, found {head[:40]!r}")
+        try:
+            return [self._value(buffer, deadline) for buffer in buffers]
+        except (
+            RefusedError
+        ) as error:  # in the place of a value, as proxies answer; the other values are still to come
+            raise OutOfStepError(f"an error within an array: {error}") from None
+
+    def set(
+        self, names: Sequence[str], values: Sequence[memoryview], ttl: int, deadline: float
+    ) -> list[RefusedError | None]:
+        """Sets values, all sent before the first answer is read: the error reply to each, or None.
+
+        ttl: seconds that they live, 0 for ever.
+        """
+        expiry = b"\r\n" + _words([b"EX", b"%d" % ttl]) if ttl else b"\r\n"
+        self._calls += 1
+        count = 5 if ttl else 3
+        parts: list[memoryview | bytes] = []
+        between = b""
+        for name, value in zip(names, values, strict=True):
+            start = b"*%d\r\n%s$%d\r\n" % (count, _words([b"SET", name.encode()]), value.nbytes)
+            parts += [between + start, value]
+            between = expiry
+        self._send([*parts, between], deadline)
+        answers: list[RefusedError | None] = []
+        for _ in names:
+            try:
+                head = self._head(deadline)
+            except RefusedError as error:
+                answers.append(error.with_traceback(None))
+                continue
+            if head != b"+OK":
+                raise OutOfStepError(f"expected the answer to a SET, found {head[:40]!r}")
+            answers.append(None)
+        return answers
+
+    def delete(self, names: Sequence[str], deadline: float) -> int:
+        """Deletes keys; how many there were."""
+        self._calls += 1
+        self._send([_command(b"DEL", names)], deadline)
+        head = self._head(deadline)
+        if head[:1] != b":" or not head[1:].isdigit():
+            raise OutOfStepError(f"expected the answer to a DEL, found {head[:40]!r}")
+        return int(head[1:])
+
+    def _ask(self, words: list[bytes], deadline: float) -> None:
+        self._send([b"*%d\r\n%s" % (len(words), _words(words))], deadline)
+        head = self._head(deadline)
+        if head != b"+OK":
+            raise OutOfStepError(f"expected an answer to {words[0].decode()}, found {head[:40]!r}")
+
+    # -- what goes out ---------------------------------------------------------------------------------------
+
+    def _send(self, parts: list[memoryview | bytes], deadline: float) -> None:
+        first = 0
+        self._heard = False
+        self._moved()
+        while first < len(parts):
+            _check(deadline)
+            try:
+                sent = self._socket.sendmsg(parts[first : first + _PARTS])
+            except BlockingIOError:
+                self._waited()
+                continue
+            self._moved()
+            while first < len(parts) and sent >= len(parts[first]):
+                sent -= len(parts[first])
+                first += 1
+            if sent:
+                parts[first] = memoryview(parts[first])[sent:]
+
+    # -- what comes in ---------------------------------------------------------------------------------------
+
+    def _head(self, deadline: float) -> bytes:
+        """A reply's first line, without its end. RefusedError for an error reply."""
+        looked = self._start
+        while (end := self._line.find(b"\r\n", looked, self._end)) < 0:
+            looked = max(self._start, self._end - 1)
+            if self._end == _LINE:
+                if not self._start:
+                    raise OutOfStepError(f"a line without an end: {bytes(self._line[:40])!r}")
+                kept = self._line[self._start : self._end]
+                looked -= self._start
+                self._start, self._end = 0, len(kept)
+                self._line[: self._end] = kept
+            _check(deadline)
+            try:
+                came = self._socket.recv_into(memoryview(self._line)[self._end :])
+            except BlockingIOError:
+                self._waited()
+                continue
+            if not came:
+                raise ConnectionResetError("the server closed the connection")
+            self._heard = True
+            self._moved()
+            self._end += came
+        head = bytes(self._line[self._start : end])
+        self._start = end + 2
+        self._forget()
+        if head[:1] == b"-":
+            raise RefusedError(head[1:].decode(errors="replace"))
+        return head
+
+    def _value(self, buffer: memoryview, deadline: float) -> int:
+        head = self._head(deadline)
+        if head == b"$-1":
+            return ABSENT
+        if head[:1] != b"$" or not head[1:].isdigit():
+            raise OutOfStepError(f"expected a value, found {head[:40]!r}")
+        size = int(head[1:])
+        end = bytearray(2)
+        if size > buffer.nbytes:
+            rest = size
+            while rest:
+                rest -= self._receive([memoryview(bytearray(min(rest, 1 << 20)))], deadline)
+            self._receive([memoryview(end)], deadline)
+        else:
+            self._receive([buffer[:size], memoryview(end)], deadline)
+        if end != b"\r\n":
+            raise OutOfStepError(f"a value of {size} bytes is longer than it says")
+        return MISFIT if size > buffer.nbytes else size
+
+    def _receive(self, parts: list[memoryview], deadline: float) -> int:
+        """Fills `parts`; how many bytes they are."""
+        total = sum(map(len, parts))
+        while parts:
+            if self._start != self._end:
+                came = min(self._end - self._start, len(parts[0]))
+                parts[0][:came] = self._line[self._start : self._start + came]
+                self._start += came
+                self._forget()
+            else:
+                _check(deadline)
+                try:
+                    came, _, _, _ = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)
+                except BlockingIOError:
+                    self._waited()
+                    continue
+                if not came:
+                    raise ConnectionResetError("the server closed the connection within a value")
+                self._moved()
+            while parts and came >= len(parts[0]):
+                came -= len(parts.pop(0))
+            if came:
+                parts[0] = parts[0][came:]
+        return total
+
+    def _forget(self) -> None:
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    # -- how long -------------------------------------------------------------------------------------------
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """How long a call of the kernel may take."""
+        whole, part = divmod(max(1, int(1e6 * seconds)), 1_000_000)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, part))
+
+    def _moved(self) -> None:
+        """A byte came, or the kernel took one."""
+        self._quiet, self._unsent = 0, -1
+
+    def _waited(self) -> None:
+        """A wait ended without either. TimeoutError where that was one too many in a row.
+
+        The kernel takes megabytes at once and a slow link has them for seconds: while the other side acknowledges some
+        of them, this is no silence.
+        """
+        unsent = array.array("i", [0])
+        fcntl.ioctl(self._socket, termios.TIOCOUTQ, unsent)
+        self._quiet = 0 if unsent[0] < self._unsent else self._quiet + 1
+        self._unsent = unsent[0]
+        if self._quiet >= _WAITS:
+            raise TimeoutError("timed out")
+
+
+def _check(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise TimeoutError("timed out in all")
+
+
+def _dial(host: str, port: int, timeout: float) -> socket.socket:
+    """Tries the host's addresses in turn. Each has its share of what is left of `timeout`: one that never answers
+    leaves the next ones theirs. The last one's OSError where none answers."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    deadline = time.monotonic() + timeout
+    for left, (family, kind, protocol, _, address) in zip(
+        range(len(addresses), 0, -1), addresses, strict=True
+    ):
+        one = socket.socket(family, kind, protocol)
+        try:
+            one.settimeout(max(0.001, (deadline - time.monotonic()) / left))
+            one.connect(address)
+        except OSError:
+            one.close()
+            if left == 1:
+                raise
+        except BaseException:
+            one.close()
+            raise
+        else:
+            return one
+    raise OSError(f"{host} has no address")
+
+
+def _words(words: Sequence[bytes]) -> bytes:
+    return b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+def _command(verb: bytes, names: Sequence[str]) -> bytes:
+    return b"*%d\r\n%s" % (1 + len(names), _words([verb, *(name.encode() for name in names)]))

@@ -1,0 +1,134 @@
+"""Makes a linker's parts in a scheduler process: the pool's pages, the store behind them, what is exported."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+from glm_connectors import lmcache_repairs, tiers, valkey_store
+
+from glm_sglang.cache import identity, options
+from glm_sglang.cache.audit import Audit
+from glm_sglang.cache.copier import PageCopier, TorchPageCopier
+from glm_sglang.cache.device_pages import DevicePages, device_pages
+from glm_sglang.cache.export import Exporter
+from glm_sglang.cache.recorder import Recorder
+
+if TYPE_CHECKING:
+    from glm_sglang.cache.cuda_pinned import PinnedMemory
+    from glm_sglang.cache.linker import Parts
+
+logger = logging.getLogger(__name__)
+# Pages whose copies may wait: of the pool, at most this share, and no fewer than a long prompt's.
+_SAVE_SHARE = 0.25
+_SAVE_LEAST = 64
+
+
+def parts(params: Any, components: Any) -> Parts:
+    """What SGLang gives a linker → what it is made of. Raises ValueError or UsageError, naming the flag to change."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.runtime_context import get_model, get_parallel
+
+    from glm_sglang.cache.linker import Parts
+
+    if set(components) != {ComponentType.FULL}:
+        names = ", ".join(sorted(component.name for component in components))
+        raise ValueError(f"--glm-cache-url serves GLM-5.x's radix tree (FULL); this model's has {names}")
+    chosen = options.read()
+    if valkey_store.uses_glide(valkey_store.parse(chosen.url)):
+        threading.Thread(target=_import_client, daemon=True).start()
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    pages = device_pages(pool, int(params.page_size))
+    space = identity.namespace(get_model(), pool, pages)
+    writer = is_writer(params)
+    lmcache_repairs.install()
+    memory = pinned_memory(pages)
+    exporter = Exporter(rank=str(get_parallel().tp_rank))
+    store = tiers.TieredStore(
+        tiers.TierConfig(url=chosen.url, pool_bytes=chosen.pool_bytes, ttl=chosen.ttl_s),
+        space,
+        writer=writer,
+        sink=exporter,
+        memory=memory,
+    )
+    recorder = Recorder(exporter, exporter.poll)
+    exporter.watch(store.metrics, recorder.table)
+    copier, counter = copies(pages, memory)
+    if memory is not None:
+        recorder.gauge("cache_registered_bytes", memory.registered_bytes)
+    pool_pages = chosen.pool_bytes // pages.layout.page_bytes
+    logger.info(
+        "cache: pages of %d bytes, a pool of %d, fingerprint %s, %s",
+        pages.layout.page_bytes,
+        pool_pages,
+        space.fingerprint.hex(),
+        "this rank saves to Valkey" if writer else "another rank saves to Valkey",
+    )
+    longest = min(params.req_to_token_pool.max_context_len, params.token_to_kv_pool_allocator.size)
+    if writer and (
+        warning := small_pool(chosen.pool_bytes, store.prefetch_pages, pages.layout.page_tokens, longest)
+    ):
+        logger.warning("cache: %s", warning)
+    return Parts(
+        store=store,
+        device=pages,
+        copier=copier,
+        recorder=recorder,
+        audit=Audit.from_environment(),
+        wait_s=chosen.wait_s,
+        prefetches=True,
+        counter=counter,
+        save_limit_pages=max(_SAVE_LEAST, int(pool_pages * _SAVE_SHARE)),
+    )
+
+
+def small_pool(pool_bytes: int, fetched: int, page_tokens: int, longest: int) -> str | None:
+    """What is said of a CPU pool of which a prompt of `longest` tokens may take `fetched` pages, too few; else None."""
+    pages = longest // page_tokens
+    if fetched >= pages:
+        return None
+    needed = math.ceil(10 * pool_bytes / (1 << 30) * pages / fetched) / 10
+    return (
+        f"of a prompt longer than {fetched * page_tokens} tokens only the beginning comes from Valkey, and one may have "
+        f"{longest}: --glm-cache-pool-gb {needed:g} is enough for all of it"
+    )
+
+
+def pinned_memory(pages: DevicePages) -> PinnedMemory | None:
+    """What makes the CPU pool's memory on this device; None for LMCache's own."""
+    if pages.device.type != "cuda":
+        return None
+    from glm_sglang.cache.cuda_pinned import CudaPinner, PinnedMemory
+
+    return PinnedMemory(CudaPinner(pages.device))
+
+
+def copies(pages: DevicePages, memory: PinnedMemory | None) -> tuple[PageCopier, Any]:
+    """What copies pages on this device, and the counter of its loads; None for SGLang's."""
+    if memory is not None:
+        from glm_sglang.cache import cuda_layers
+
+        return cuda_layers.make(pages, memory.region_of)
+    return TorchPageCopier(pages), None
+
+
+def _import_client() -> None:
+    """Half a second, which the first request would pay: the client is imported by the thread that uses it first."""
+    importlib.import_module("glide_sync")
+
+
+def is_writer(params: Any) -> bool:
+    """Whether this rank saves to Valkey: the first of those that hold the same pages.
+
+    Ranks of one attention TP and CP group do. DP ranks have requests of their own, so each group has a writer.
+    """
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    tp_group = params.attn_tp_cache_group or params.tp_cache_group
+    first_of_tp = tp_group is None or torch.distributed.get_rank(group=tp_group) == 0
+    return first_of_tp and int(params.attn_cp_rank) == 0

@@ -1,0 +1,152 @@
+"""Moves pages between the device pool and pages of the CPU pool, with torch's own copies.
+
+The one place that knows streams and events. A copier is used by one save thread and one load thread at a time;
+what is faster on a GPU replaces this class and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from glm_sglang.cache.device_pages import DevicePages
+
+
+class HostPage(Protocol):
+    """A page of the CPU pool that its holder has reserved or pinned."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """uint8 [bytes of a page], in pinned memory where there is CUDA."""
+
+    @property
+    def address(self) -> int:
+        """Where its first byte is: `tensor.data_ptr()`, without making the tensor."""
+
+
+class PageCopier(Protocol):
+    """How pages are copied."""
+
+    def written(self, forward_stream: Any) -> Callable[[], None]:
+        """Called on the scheduler thread, never waits. The result waits until the pages that are written by now
+        may be read; for another thread.
+        """
+
+    @property
+    def depth(self) -> int:
+        """How many saves may usefully be under way at once, 1 or more."""
+
+    def start_save(self, pages: Sequence[int], into: Sequence[HostPage]) -> Callable[[], None]:
+        """Device pages, by number, into host pages. The result returns when the bytes are there."""
+
+    def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
+        """Host pages into device pages. Calls `landed(layer)` for each layer, in order, once it is complete."""
+
+
+class TorchPageCopier:
+    """Copies through a staging tensor, a block of pages at a time; every call waits for its copies.
+
+    Staging keeps the number of operations at layers + pages a block, where a copy for each layer of each page
+    would be their product. Owned by the copier: two blocks, one for each direction.
+    """
+
+    def __init__(self, device: DevicePages, block_bytes: int = 64 << 20) -> None:
+        self._device = device
+        self.block = max(1, block_bytes // device.layout.page_bytes)
+        self._cuda = device.device.type == "cuda"
+        self._streams: dict[str, Any] = {}
+
+    def written(self, forward_stream: Any) -> Callable[[], None]:
+        """Two events: the current stream has computed which pages, the forward stream has filled them.
+
+        UPSTREAM: UnifiedCacheLinker.record_offload_ready; the scheduler's stream runs ahead of the forward.
+        Without CUDA a forward is complete when it returns.
+        """
+        if not self._cuda:
+            return _nothing
+        events = [_event(None)]
+        if forward_stream is not None:
+            events.append(_event(forward_stream))
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    depth = 1
+
+    def start_save(self, pages: Sequence[int], into: Sequence[HostPage]) -> Callable[[], None]:
+        """The copies are complete when this returns; there is nothing left to wait for."""
+        self.save(pages, into)
+        return _nothing
+
+    def save(self, pages: Sequence[int], into: Sequence[HostPage]) -> None:
+        """A block is gathered on the device, then copied page by page."""
+        with self._stream("save"):
+            for start in range(0, len(pages), self.block):
+                numbers = pages[start : start + self.block]
+                rows = self._rows(numbers)
+                staging = torch.empty(
+                    len(numbers), self._device.layout.page_bytes, dtype=torch.uint8, device=rows.device
+                )
+                for part in self._parts():
+                    staging[:, part.span] = part.rows.index_select(0, rows)
+                for row, page in zip(staging, into[start : start + self.block], strict=True):
+                    page.tensor.copy_(row, non_blocking=self._cuda)
+                self._synchronize("save")
+
+    def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
+        """A layer has landed when the last block's part of it has."""
+        with self._stream("load"):
+            for start in range(0, len(pages), self.block):
+                numbers = pages[start : start + self.block]
+                rows = self._rows(numbers)
+                staging = torch.empty(
+                    len(numbers), self._device.layout.page_bytes, dtype=torch.uint8, device=rows.device
+                )
+                for row, page in zip(staging, source[start : start + self.block], strict=True):
+                    row.copy_(page.tensor, non_blocking=self._cuda)
+                last = start + self.block >= len(pages)
+                for layer, parts in enumerate(self._device.layers):
+                    for part in parts:
+                        part.rows.index_copy_(0, rows, staging[:, part.span])
+                    if last:
+                        self._synchronize("load")
+                        landed(layer)
+                self._synchronize("load")
+
+    def _parts(self) -> Any:
+        return (part for parts in self._device.layers for part in parts)
+
+    def _rows(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self._device.device)
+
+    def _stream(self, name: str) -> Any:
+        """A stream of our own a direction: the default one would order our copies with the forward's kernels."""
+        if not self._cuda:
+            return torch.no_grad()
+        if name not in self._streams:
+            self._streams[name] = _cuda().Stream(self._device.device)
+        return torch.cuda.stream(self._streams[name])
+
+    def _synchronize(self, name: str) -> None:
+        if self._cuda:
+            self._streams[name].synchronize()
+
+
+def _cuda() -> Any:
+    """torch.cuda, whose streams and events have no types."""
+    return torch.cuda
+
+
+def _event(stream: Any) -> Any:
+    event = _cuda().Event()
+    event.record(*([] if stream is None else [stream]))
+    return event
+
+
+def _nothing() -> None:
+    return None

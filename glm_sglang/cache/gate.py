@@ -1,0 +1,175 @@
+"""Hooks of SGLang's scheduler: a request's prefetch starts when it arrives, and it is held back for it.
+
+A request that is held back stays in the scheduler's own waiting queue, where aborts and idleness checks find it; it
+is only left out of the pass that builds the next batch. Others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from glm_sglang.cache.in_use import in_use
+
+if TYPE_CHECKING:
+    from glm_sglang.cache.linker import GlmCacheLinker
+
+
+def _ours(wrapper: Any) -> GlmCacheLinker | None:
+    """A tree's linker, where it is this room's; there may be another's."""
+    linker = wrapper.cache_linker
+    return linker if getattr(linker, "glm_cache", False) else None
+
+
+def request_arrives(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Before Scheduler._prefetch_kvcache, which every request passes on its way into a queue."""
+    linker = in_use()
+    if linker is None or not linker.prefetches:
+        return
+    with linker.stalls.measure():
+        if req.positional_embed_overrides is None and req.multimodal_inputs is None:
+            linker.request_arrives(scheduler.tree_cache, req)
+
+
+def build_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around Scheduler.get_new_batch_prefill: without the requests that wait for their pages."""
+    linker = in_use()
+    if linker is None:
+        return original(scheduler, *args, **kwargs)
+    began = time.monotonic()
+    linker.rate.step(began)
+    if linker.looks_around(began):
+        linker.present(_waiting(scheduler))
+    with _grammars_first(scheduler):
+        held = linker.held_back([req.rid for req in scheduler.waiting_queue], scheduler.tree_cache)
+        if not held:
+            plan = original(scheduler, *args, **kwargs)
+        else:
+            queue = scheduler.waiting_queue
+            scheduler.waiting_queue = [req for req in queue if req.rid not in held]
+            kept = [req for req in queue if req.rid in held]
+            try:
+                plan = original(scheduler, *args, **kwargs)
+            finally:
+                # First come, first served: those held back are older than what the pass may have put back.
+                scheduler.waiting_queue = kept + scheduler.waiting_queue
+    batch = plan.batch_to_run
+    if batch is not None:
+        linker.admitted([req.rid for req in batch.reqs])
+        linker.rate.launched(int(batch.extend_num_tokens or 0), time.monotonic())
+    return plan
+
+
+@contextmanager
+def _grammars_first(scheduler: Any) -> Iterator[None]:
+    """Requests whose grammars are ready arrive before the pass, which would let them by; within it none does.
+
+    UPSTREAM: Scheduler._get_new_batch_prefill_raw moves them into its queue and admits from there at once.
+    GrammarManager.get_ready_grammar_requests waits a few milliseconds for grammars, compares ranks, and counts its calls
+    against each grammar's deadline: once a step.
+    """
+    grammars = scheduler.grammar_manager
+    if not grammars.has_waiting_grammars():
+        yield
+        return
+    for req in grammars.get_ready_grammar_requests():
+        scheduler._add_request_to_queue(req)
+    grammars.get_ready_grammar_requests = list  # on the object, before its class's
+    try:
+        yield
+    finally:
+        del grammars.get_ready_grammar_requests
+
+
+def _waiting(scheduler: Any) -> Iterator[str]:
+    """Every request that has arrived and is not admitted.
+
+    UPSTREAM: PrefillBootstrapQueue.create_sender turns a prompt away that is too long for the KV pool, and
+    .release_memory_occupation empties the queue, without a word to the tree.
+    """
+    queues = [scheduler.waiting_queue]
+    if (bootstrap := getattr(scheduler, "disagg_prefill_bootstrap_queue", None)) is not None:
+        queues.append(bootstrap.queue)
+    return (req.rid for queue in queues for req in queue)
+
+
+def order_queue(original: Callable[..., Any], policy: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SchedulePolicy.calc_priority, which matches every waiting request in every step: with the device only.
+
+    Of what is looked up there nothing is loaded, and it would cost a long queue milliseconds a step. Orders and load
+    reports know device hits; an admission looks up all tiers.
+    """
+    linker = in_use()
+    if linker is None:
+        return original(policy, *args, **kwargs)
+    linker.peeking = True
+    try:
+        return original(policy, *args, **kwargs)
+    finally:
+        linker.peeking = False
+
+
+def request_gone(_: None, wrapper: Any, rid: str) -> None:
+    """After UnifiedCacheLinkerWrapper.release_request: upstream tells the linker only of a queued load."""
+    linker = _ours(wrapper)
+    if linker is not None:
+        linker.request_gone(rid)
+
+
+def weights_change(updater: Any, *_: Any, **__: Any) -> None:
+    """Before SchedulerWeightUpdaterManager._observe_weight_load, which every update in place passes."""
+    linker = in_use()
+    if linker is not None:
+        linker.weights_change()
+
+
+def matching(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
+    """Around UnifiedCacheLinkerWrapper.match: says whose prompt is being matched, for `tail_hashes`."""
+    linker = _ours(wrapper)
+    if linker is None:
+        return original(wrapper, key, req, result)
+    if linker.peeking:
+        return result
+    linker.matching = req.rid
+    try:
+        return original(wrapper, key, req, result)
+    finally:
+        linker.matching = linker.tail = None
+
+
+def tail_hashes(
+    original: Callable[..., Any], wrapper: Any, key: Any, result: Any, device_hit_len: int
+) -> Any:
+    """Around UnifiedCacheLinkerWrapper._tail_hashes: the hashes made at arrival, where they are there and fit."""
+    linker = _ours(wrapper)
+    if linker is None:
+        return original(wrapper, key, result, device_hit_len)
+    with linker.stalls.measure():
+        hashes = linker.tail_hashes(len(key), device_hit_len)
+        if hashes is None:
+            return original(wrapper, key, result, device_hit_len)
+        return hashes
+
+
+def shortest_common(
+    original: Callable[..., Any],
+    wrapper: Any,
+    restorable: list[int],
+    *,
+    num_pages: int,
+    device_hit_pages: int,
+) -> int:
+    """Around UnifiedCacheLinkerWrapper._sync_restorable_prefix: a page is never restorable without those before it, so
+    the ranks' sets intersect where their largest members are smallest: one number, not a mask of a number a page.
+    """
+    linker = _ours(wrapper)
+    if linker is None:
+        return int(original(wrapper, restorable, num_pages=num_pages, device_hit_pages=device_hit_pages))
+    import torch
+
+    longest = torch.tensor([restorable[-1] if restorable else 0], dtype=torch.int)
+    wrapper.cache._all_reduce_attn_groups(longest, torch.distributed.ReduceOp.MIN)
+    pages = min(int(longest.item()), num_pages)
+    return pages if pages > device_hit_pages else 0

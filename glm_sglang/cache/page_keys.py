@@ -1,0 +1,86 @@
+"""SGLang's page hashes: a chain of SHA-256 over token ids, seeded by extra key and salt, computed off its thread.
+
+The radix tree computes the same chain for what it stores (in Rust), so these must equal it byte for byte; they
+are the same in every process, whatever its PYTHONHASHSEED.
+
+UPSTREAM: cpp_utils/native_hash.get_native_hash compiles a C++ extension in the scheduler process when it is first
+called: 14 s without an answer, or the end of the process where OpenSSL's headers are not installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from glm_sglang.cache.in_use import in_use
+
+DIGEST_BYTES = 32
+# Pages hashed before the interpreter lock is offered to others: about half a millisecond.
+_PAGES_A_TURN = 256
+_U32_MAX = 0xFFFF_FFFF
+_WIDE = b"\xff"
+
+
+def chain(
+    tokens: Sequence[int], page_tokens: int, prior: bytes | None = None, *, yielding: bool = False
+) -> list[bytes]:
+    """Digests of the pages of `tokens`, 32 bytes each; a last page that is not full is hashed as it is.
+
+    prior     digest of the page before the first, or the name space's seed; None for neither.
+    yielding  offer the interpreter to other threads now and then: for a thread beside the scheduler's.
+
+    ValueError for a negative id.
+    """
+    ids = np.asarray(tokens, dtype=np.int64)
+    if ids.size and int(ids.min()) < 0:
+        raise ValueError("token ids must not be negative")
+    wide = bool(ids.size) and int(ids.max()) > _U32_MAX
+    narrow = ids.astype("<u4").tobytes() if not wide else b""
+    digests: list[bytes] = []
+    for number, start in enumerate(range(0, len(ids), page_tokens)):
+        page = hashlib.sha256(prior or b"")
+        if not wide:
+            page.update(narrow[4 * start : 4 * (start + page_tokens)])
+        elif int(ids[start : start + page_tokens].max()) <= _U32_MAX:
+            page.update(ids[start : start + page_tokens].astype("<u4").tobytes())
+        else:
+            page.update(_WIDE)
+            page.update(ids[start : start + page_tokens].astype("<u8").tobytes())
+        prior = page.digest()
+        digests.append(prior)
+        if yielding and number % _PAGES_A_TURN == _PAGES_A_TURN - 1:
+            time.sleep(0)
+    return digests
+
+
+def request_chain(
+    tokens: Sequence[int], page_tokens: int, extra_key: str | None, cache_salt: str | None
+) -> list[bytes]:
+    """Digests of a prompt's whole pages, from its start, in its name space; for a thread of its own."""
+    from sglang.srt.mem_cache.utils import storage_namespace_seed
+
+    seed = storage_namespace_seed(extra_key, cache_salt or None)
+    whole = len(tokens) // page_tokens * page_tokens
+    return chain(tokens[:whole], page_tokens, bytes.fromhex(seed) if seed else None, yielding=True)
+
+
+def native_hash(
+    original: Any, token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
+) -> str | list[str]:
+    """Around get_native_hash: the same digests in plain Python, where this cache is on.
+
+    Bigram keys (speculation) are not ours: the launcher refuses speculation with this cache.
+    """
+    if in_use() is None or getattr(token_ids, "is_bigram", False):
+        return original(token_ids, prior_digest, page_size)  # type: ignore[no-any-return]
+    raw = token_ids.raw_token_ids() if hasattr(token_ids, "raw_token_ids") else token_ids
+    tokens = raw if isinstance(raw, array) else array("q", raw)
+    digests = chain(tokens, page_size or max(1, len(tokens)), prior_digest)
+    if page_size is not None:
+        return [digest.hex() for digest in digests]
+    return digests[0].hex() if digests else hashlib.sha256(prior_digest or b"").hexdigest()

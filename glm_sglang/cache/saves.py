@@ -1,0 +1,205 @@
+"""Saves: device pages to pool pages on a thread, in the order of asking, never in the scheduler's way."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from glm_sglang.cache.audit import Audit
+from glm_sglang.cache.copier import HostPage, PageCopier
+from glm_sglang.cache.store import PageStore
+
+logger = logging.getLogger(__name__)
+# Pages reserved at once: what does not fit any more is dropped, what fitted so far is kept.
+RESERVE = 16
+
+Count = Callable[[str, int], None]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class _Save:
+    names: Sequence[str]
+    indices: Any  # [tokens] int64 on the device: the page's slots, page by page
+    written: Callable[[], None]
+    succeeded: bool | None = None
+
+
+@dataclass(slots=True)
+class _Block:
+    """Pages that are being copied into slots that are reserved for them."""
+
+    keys: Sequence[bytes]
+    pages: Sequence[HostPage]
+    wait: Callable[[], None] = _nothing
+
+
+class SaveQueue:
+    """A bounded queue and one thread.
+
+    The tree locks the node until its save is taken from here by `pop`, so its pages are not reused while they
+    are read. Every save gets exactly one result, and results come in the order of asking: ranks count and take
+    them in step.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        copier: PageCopier,
+        page_tokens: int,
+        *,
+        limit_pages: int,
+        count: Count,
+        audit: Audit,
+    ) -> None:
+        self._store = store
+        self._copier = copier
+        self._page_tokens = page_tokens
+        self._limit = limit_pages
+        self._count = count
+        self._audit = audit
+        self._lock = threading.Lock()
+        self._order: deque[_Save] = deque()
+        self._queued_pages = 0
+        self._work: queue.Queue[_Save | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="glm-cache-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_pages(self) -> int:
+        """Pages whose copy has not ended."""
+        return self._queued_pages
+
+    def put(self, names: Sequence[str], indices: Any, written: Callable[[], None]) -> None:
+        """Scheduler thread. names: the pages' keys in hexadecimal. What does not fit the queue has failed at once."""
+        if self._queued_pages + len(names) > self._limit:  # only this thread adds to it
+            self.refuse(len(names), "queue_full")
+            return
+        save = _Save(names, indices, written)
+        with self._lock:
+            self._order.append(save)
+            self._queued_pages += len(names)
+        self._work.put(save)
+
+    def refuse(self, pages: int, end: str) -> None:
+        """A save that has failed before it began; its result comes in its turn."""
+        with self._lock:
+            self._order.append(_Save([], None, _nothing, succeeded=False))
+        self._count(end, pages)
+
+    def completed(self) -> int:
+        """How many results can be taken: those before the oldest save that is still under way."""
+        done = 0
+        with self._lock:
+            for save in self._order:
+                if save.succeeded is None:
+                    break
+                done += 1
+        return done
+
+    def pop(self) -> bool:
+        """The oldest result. IndexError where there is none."""
+        with self._lock:
+            if not self._order or self._order[0].succeeded is None:
+                raise IndexError("no save has completed")
+            return bool(self._order.popleft().succeeded)
+
+    def quiesce(self) -> None:
+        """Waits until every copy has ended, and forgets the results. Copies only: no network."""
+        self._work.join()
+        with self._lock:
+            self._order.clear()
+
+    def close(self) -> None:
+        """Ends the thread after what is queued."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (save := self._work.get()) is not None:
+            try:
+                succeeded = self._save(save)
+            except Exception:
+                logger.exception("a save failed; its pages are computed again when they are needed")
+                succeeded = False
+            with self._lock:
+                save.succeeded = succeeded
+                self._queued_pages -= len(save.names)
+            self._work.task_done()
+        self._work.task_done()
+
+    def _save(self, save: _Save) -> bool:
+        keys = [bytes.fromhex(name) for name in save.names]
+        try:
+            save.written()
+            numbers = page_numbers(save.indices, self._page_tokens)
+        except BaseException:
+            self._count("failed", len(keys))
+            raise
+        first = self._store.resident(keys)  # what was loaded from the pool comes back here
+        self._count("resident", first)
+        under_way: deque[_Block] = deque()
+        ended = first
+        try:
+            for start in range(first, len(keys), RESERVE):
+                part = keys[start : start + RESERVE]
+                pages = self._store.reserve(len(part))
+                if pages is None:
+                    break
+                block = _Block(part, pages)
+                under_way.append(block)
+                block.wait = self._copier.start_save(numbers[start : start + RESERVE], pages)
+                while len(under_way) >= self._copier.depth:
+                    ended += self._finish(under_way)
+            while under_way:
+                ended += self._finish(under_way)
+        except BaseException:
+            self._count("failed", len(keys) - ended)
+            self._abandon(under_way)
+            raise
+        if ended < len(keys):
+            self._count("pool_full", len(keys) - ended)
+        return ended == len(keys)
+
+    def _finish(self, under_way: deque[_Block]) -> int:
+        """Waits for the oldest block and hands it to the store; how many pages."""
+        block = under_way.popleft()
+        try:
+            block.wait()
+            self._audit.record("save", block.keys, block.pages)
+        except BaseException:
+            self._store.abandon(block.pages)
+            raise
+        self._store.commit(block.pages, block.keys)
+        self._count("saved", len(block.keys))
+        return len(block.keys)
+
+    def _abandon(self, under_way: deque[_Block]) -> None:
+        """No slot goes back while a copy may still write to it."""
+        for block in under_way:
+            try:
+                block.wait()
+            except Exception as error:
+                logger.warning("another copy of the same save failed: %s", error)
+            self._store.abandon(block.pages)
+
+
+def page_numbers(indices: Any, page_tokens: int) -> Sequence[int]:
+    """Slots [pages · page_tokens], page by page → the pages' numbers. Waits for a device tensor: not for the
+    scheduler thread. ValueError where the slots are not whole pages.
+    """
+    slots = indices.detach().cpu().view(-1, page_tokens)
+    starts = slots[:, 0]
+    whole = (starts % page_tokens == 0).all() and (slots[:, -1] == starts + page_tokens - 1).all()
+    if not bool(whole):
+        raise ValueError(f"slots are not whole pages of {page_tokens} tokens")
+    numbers: list[int] = (starts // page_tokens).tolist()
+    return numbers

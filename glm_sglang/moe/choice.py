@@ -1,0 +1,135 @@
+"""Which path the MoE layers take: `--glm-moe auto|megamoe|stock`, decided by the launcher before SGLang is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from glm_sglang import checkpoint_check, settings
+from glm_sglang.command_line import Request
+from glm_sglang.errors import UsageError
+from glm_sglang.moe import refusals
+from glm_sglang.moe.facts import CAP_VARIABLE, DEFAULT_CAP, FIELDS, Checkpoint, Facts
+from glm_sglang.platform_choice import PlatformName, visible_devices
+
+MEGAMOE, STOCK = "megamoe", "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The path and its reason, in one clause; in the log, in --glm-print-config and in /server_info."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"MoE layers run {self.path}: {self.reason}"
+
+    def report(self) -> dict[str, str]:
+        """As JSON."""
+        return asdict(self)
+
+
+def decide(request: Request, platform: PlatformName, environ: Mapping[str, str] = os.environ) -> Decision:
+    """The path for this command line. Raises UsageError for flags that exclude each other or what cannot work."""
+    wanted = settings.read(settings.MOE, environ)
+    backend = request.get("moe_a2a_backend", None)
+    alias = request.get("moe_runner_backend", None) == MEGAMOE
+    if wanted == STOCK:
+        if backend == MEGAMOE or alias:
+            raise UsageError(
+                "--glm-moe is stock beside --moe-a2a-backend megamoe, whose own fallbacks give wrong answers for FP8 "
+                "GLM-5.x; give --glm-moe megamoe, or leave --moe-a2a-backend out"
+            )
+        return Decision(STOCK, "--glm-moe stock")
+    if wanted == MEGAMOE and backend not in (None, MEGAMOE):
+        raise UsageError(f"--glm-moe is megamoe and --moe-a2a-backend {backend}; leave one of them out")
+    asked = wanted == MEGAMOE or backend == MEGAMOE or alias
+    if not asked and backend is not None:
+        return Decision(STOCK, f"--moe-a2a-backend {backend}")
+    config = _config(request)
+    if config is None:
+        if asked:
+            raise UsageError(
+                "--glm-moe megamoe needs a checkpoint's folder as --model-path, to judge its experts"
+            )
+        return Decision(STOCK, "the checkpoint's folder is not there yet to judge its experts")
+    found = facts(request, platform, Checkpoint.of(config), capability(platform), environ)
+    return verdict(found, asked=asked)
+
+
+def verdict(found: Facts, *, asked: bool) -> Decision:
+    """MegaMoE where it is asked for, or verified and wanted by the parallelism; raises UsageError where it can't be."""
+    reasons = refusals.find(found)
+    if asked:
+        if reasons:
+            raise UsageError("MegaMoE cannot run here: " + "; ".join(reasons))
+        return Decision(MEGAMOE, _asked(found))
+    if found.platform != "cuda":
+        return Decision(STOCK, "the reference platform runs MegaMoE's reference with --glm-moe megamoe only")
+    if found.number("ep_size") < 2:
+        return Decision(STOCK, "no expert parallelism is asked for (--ep-size)")
+    if reasons:
+        return Decision(STOCK, reasons[0])
+    if found.capability not in refusals.VERIFIED:
+        return Decision(STOCK, "built and never measured on this GPU; --glm-moe megamoe runs it")
+    return Decision(MEGAMOE, "verified for FP8 blocks with expert parallelism on SM90")
+
+
+def _asked(found: Facts) -> str:
+    if found.platform != "cuda":
+        return "asked for; the exact reference over gloo"
+    verified = found.capability in refusals.VERIFIED
+    return "asked for" if verified else "asked for; built and never measured on this GPU"
+
+
+def facts(
+    request: Request,
+    platform: PlatformName,
+    checkpoint: Checkpoint,
+    capability: tuple[int, int] | None,
+    environ: Mapping[str, str],
+) -> Facts:
+    """What the command line says, as far as SGLang has not resolved it yet. Raises UsageError for a bad number."""
+    flags: dict[str, Any] = {name: request.given[name] for name in FIELDS if name in request.given}
+    for name in ("tp_size", "ep_size", "moe_dp_size", "nnodes", "attn_cp_size", "ep_num_redundant_experts"):
+        if name in flags:
+            flags[name] = number(f"--{name.replace('_', '-')}", flags[name])
+    return Facts(
+        platform="cuda" if platform == "cuda" else "reference",
+        capability=capability,
+        checkpoint=checkpoint,
+        flags=flags,
+        cap=cap(environ),
+    )
+
+
+def cap(environ: Mapping[str, str] = os.environ) -> int:
+    """The most tokens that one rank brings to one kernel call. Raises UsageError for no whole number."""
+    return number(CAP_VARIABLE, environ.get(CAP_VARIABLE) or DEFAULT_CAP)
+
+
+def number(name: str, value: Any) -> int:
+    """`value` as an int. Raises UsageError naming the flag."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} is {value!r}, expected a whole number") from None
+
+
+def _config(request: Request) -> dict[str, Any] | None:
+    folder = Path(str(request.get("model_path", ""))).expanduser()
+    return checkpoint_check.read_config(folder) if folder.is_dir() else None
+
+
+def capability(platform: PlatformName) -> tuple[int, int] | None:
+    """The least compute capability of the visible devices, by NVML: no CUDA context is made for the question.
+
+    None on the reference platform.
+    """
+    return (
+        min((device.capability for device in visible_devices()), default=None) if platform == "cuda" else None
+    )

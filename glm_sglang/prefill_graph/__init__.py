@@ -1,0 +1,7 @@
+"""Piecewise CUDA graphs for the whole GLM-5.x prefill, on SGLang's breakable CUDA graph (BCG).
+
+SGLang captures a bucket as a chain of CUDA graphs with eager functions between them. This room plans the buckets
+(`buckets`), makes SGLang accept the configurations that GLM-5.x runs in (`resolution`), keeps what a break reads
+alive (`lifetime`), captures what SGLang runs at breaks (`whole`, `indexer`, `attention`), names every step that
+runs without a graph (`reasons`, `agreement`), and compares graphs with the eager model (`verify`).
+"""

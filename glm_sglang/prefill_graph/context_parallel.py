@@ -1,0 +1,118 @@
+"""Graphs under interleaved context parallelism, for GLM-5.x.
+
+Targets       InterleaveCPBCGInput.supports; DSAInterleaveCPIndexerOverlap.prepare_qkv.
+Why           SGLang captures interleaved CP for GLM-5.3-Flash without expert parallelism only. And a layer that
+              shares another's selection gathers its KV inside a segment, where the collective keeps the sizes of the
+              capture: a step with fewer tokens would then write other rows into its slots. (Layers that select
+              gather at a break, with live sizes.)
+How           such a layer's gather becomes a break too, as SGLang's bcg_indexer_with_kv does for the others.
+Upstream      none.
+Goes when     SGLang lists GlmMoeDsaForCausalLM there and gathers shared layers' KV at a break.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from glm_sglang.prefill_graph import options
+
+ARCHITECTURE = "GlmMoeDsaForCausalLM"
+
+
+def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
+    """For InterleaveCPBCGInput.supports: GLM-5.x too, with expert parallelism or without.
+
+    Only where graphs are required: on several GPUs this was never measured.
+    """
+    if original(server_args):
+        return True
+    if not options.current().strict:
+        return False
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view, resolving_view
+
+    config = resolving_view(server_args)
+    return (
+        config.dp_size == 1
+        and resolved_view(server_args).attn_cp_size > 1
+        and ARCHITECTURE in model_config_of(server_args).hf_config.architectures
+    )
+
+
+def prepare_qkv(
+    original: Callable[..., Any],
+    overlap: Any,
+    q_nope: Any,
+    q_pe: Any,
+    k_nope: Any,
+    k_pe: Any,
+    topk: Any,
+    *,
+    defer_materialization: bool,
+) -> Any:
+    """For DSAInterleaveCPIndexerOverlap.prepare_qkv: a shared layer's gather as a break, in a graph."""
+    if not _shared_layer_in_graph(overlap) or defer_materialization:
+        return original(
+            overlap, q_nope, q_pe, k_nope, k_pe, topk, defer_materialization=defer_materialization
+        )
+    import torch
+
+    attention, batch = overlap.attention, overlap.forward_batch
+    local = torch.cat((k_nope.flatten(1), k_pe.flatten(1)), dim=-1)
+    full = local.new_empty((batch.extend_num_tokens, local.shape[-1]))
+    _gather_break()(local, full)
+    rank = attention.kv_lora_rank
+    return q_nope, q_pe, full[:, :rank].unsqueeze(1), full[:, rank:].unsqueeze(1), topk
+
+
+def _shared_layer_in_graph(overlap: Any) -> bool:
+    from sglang.srt.layers.cp.interleave import is_interleave_extend
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+        is_in_breakable_cuda_graph,
+    )
+
+    return (
+        options.current().ours
+        and overlap._deferred is None
+        and overlap._kv is None
+        and is_in_breakable_cuda_graph()
+        and is_interleave_extend(overlap.forward_batch)
+    )
+
+
+@functools.cache
+def _gather_break() -> Callable[[Any, Any], None]:
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
+
+    return eager_on_graph(gather, capture_stub=_nothing)  # type: ignore[no-any-return]
+
+
+def gather(local: Any, full: Any) -> None:
+    """The break: every rank's rows of this step into `full`, in the order of the sequence; zeros behind them.
+
+    local [captured rows of this rank, 576], full [tokens of the bucket, 576], both of the KV's dtype. Raises
+    ValueError where the collective brings another number of rows than the step has.
+    """
+    from sglang.srt.layers.cp.base import get_cp_strategy
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+        get_tc_piecewise_forward_context,
+    )
+    from sglang.srt.runtime_context import get_parallel
+
+    batch = get_tc_piecewise_forward_context().forward_batch
+    lengths = batch.attn_cp_metadata.per_rank_logical_token
+    mine = local[: lengths[get_parallel().attn_cp_rank]]
+    gathered = get_cp_strategy().gather_kv_cache(mine, batch)
+    rows = sum(batch.extend_seq_lens_cpu)
+    if gathered.shape[0] != rows or rows > full.shape[0]:
+        raise ValueError(
+            f"the KV gather brought {gathered.shape[0]} rows, the step has {rows} of {full.shape[0]}"
+        )
+    full[:rows].copy_(gathered)
+    full[rows:].zero_()
+
+
+def _nothing(local: Any, full: Any) -> None:
+    """While a graph is captured the gather's bytes are not read; the collective would only cost time."""
+    full.zero_()

@@ -1,0 +1,171 @@
+"""What prefill graphs change in SGLang. All of it only where `--glm-prefill-graph` is not off."""
+
+from __future__ import annotations
+
+from glm_sglang.upstream.hooks import Hook, Registration
+
+_ROOM = "glm_sglang.prefill_graph"
+_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
+_BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+_DSA = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
+_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+_GRAPHS = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
+_OVERLAP = "sglang.srt.layers.cp.interleave.DSAInterleaveCPIndexerOverlap"
+_MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin"
+_MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha.DeepseekMHAForwardMixin"
+_CAPTURED = "SGLang captures DSA attention with lengths from device memory"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target=f"{_BREAKS}._weak_ref_if_tensor",
+        kind="around",
+        function=f"{_ROOM}.lifetime:keep",
+        why="break inputs are held without ownership and later buckets reuse their blocks: wrong bytes",
+        remove_when="PR 37448 is in a release",
+        upstream="https://github.com/sgl-project/sglang/issues/37606",
+        also=(f"{_BREAKS}.eager_on_graph", f"{_BREAKS}.BreakableCUDAGraph"),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_RUNNER}._init_forward_metadata_for_capture",
+        kind="after",
+        function=f"{_ROOM}.whole:bind_capture",
+        why="captured attention must read lengths from buffers that every step refills",
+        remove_when=_CAPTURED,
+        also=(f"{_DSA}.init_forward_metadata", f"{_DSA}.get_indexer_metadata"),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_RUNNER}._prepare_forward_metadata_for_replay",
+        kind="around",
+        function=f"{_ROOM}.whole:bind_replay",
+        why="a step's lengths go into the buffers that captured attention reads",
+        remove_when=_CAPTURED,
+        also=(
+            f"{_RUNNER}.load_batch",
+            f"{_RUNNER}.execute",
+            "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.resolve_prefill_shared_read_ends",
+            "sglang.srt.model_executor.runner_utils.shared_read_event.maybe_publish_prefill_shared_read_done",
+            "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier",
+        ),
+        platform="cuda",
+    ),
+    Hook(
+        target="sglang.srt.layers.radix_attention.RadixAttention.forward",
+        kind="around",
+        function=f"{_ROOM}.whole:attention_forward",
+        why="sparse attention runs eagerly between graphs although its sizes are the bucket's",
+        remove_when=_CAPTURED,
+        also=(f"{_DSA}.forward_extend", f"{_DSA}._forward_flashmla_sparse"),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_MLA}._can_fuse_bmm_into_attention",
+        kind="around",
+        function=f"{_ROOM}.whole:can_fuse_bmm",
+        why="with attention in the segment, the absorbed product belongs there too",
+        remove_when=_CAPTURED,
+        also=(f"{_MLA}.forward_absorb_prepare",),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_INDEXER}.forward_cuda",
+        kind="around",
+        function=f"{_ROOM}.whole:indexer_forward",
+        why="the whole indexer runs eagerly between graphs although only its selection depends on live lengths",
+        remove_when=_CAPTURED,
+        also=(
+            f"{_INDEXER}._fused_q_prepare_and_store",
+            f"{_INDEXER}._fused_k_prepare_and_store",
+            f"{_INDEXER}._get_topk_ragged",
+        ),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_GRAPHS}.capture_one",
+        kind="around",
+        function=f"{_ROOM}.dense:capture_one",
+        why="short prompts run absorbed sparse attention in a graph, which costs more than eager's dense attention",
+        remove_when="SGLang captures dense attention of DSA models",
+        also=(
+            f"{_DSA}._forward_standard_mha",
+            f"{_INDEXER}._fused_k_weights",
+            "sglang.srt.models.deepseek_common.attention_backend_handler.handle_attention_dsa",
+            f"{_MHA}.forward_normal_prepare",
+        ),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_GRAPHS}.replay",
+        kind="around",
+        function=f"{_ROOM}.dense:replay",
+        why="a step of short prompts replays its bucket's dense graph",
+        remove_when="SGLang captures dense attention of DSA models",
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_RUNNER}.capture_one_shape",
+        kind="around",
+        function=f"{_ROOM}.capture:one_bucket",
+        why="one bucket that cannot be captured ends the start with a message that does not name it",
+        remove_when="SGLang goes on without a bucket that fails",
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_RUNNER}._capture_one_stream",
+        kind="after",
+        function=f"{_ROOM}.capture:all_buckets",
+        why="ranks must hold the same buckets, or one replays where another runs eagerly and both hang",
+        remove_when="SGLang agrees on captured buckets",
+        also=(f"{_RUNNER}.can_run_graph", f"{_RUNNER}.can_replay_locally"),
+        platform="cuda",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+        kind="after",
+        function=f"{_ROOM}.verify:after_capture",
+        why="--glm-verify-graphs compares graphs with the eager model before the server is ready",
+        remove_when="never",
+        also=(f"{_RUNNER}.capture_prepare",),
+        platform="cuda",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
+        kind="after",
+        function=f"{_ROOM}.reasons:name_eager_step",
+        why="an eager prefill step is a bare False in SGLang's log and metrics",
+        remove_when="SGLang says why it did not replay",
+        also=(
+            "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_prefill_stats",
+        ),
+        platform="cuda",
+    ),
+    Hook(
+        target="sglang.srt.layers.cp.bcg.interleave_bcg.InterleaveCPBCGInput.supports",
+        kind="around",
+        function=f"{_ROOM}.context_parallel:supports",
+        why="graphs under interleaved CP are refused for GlmMoeDsaForCausalLM and with expert parallelism",
+        remove_when="SGLang lists GlmMoeDsaForCausalLM there",
+        also=("sglang.srt.layers.cp.bcg.supports_prefill_cp_bcg",),
+        platform="cuda",
+    ),
+    Hook(
+        target=f"{_OVERLAP}.prepare_qkv",
+        kind="around",
+        function=f"{_ROOM}.context_parallel:prepare_qkv",
+        why="a layer that shares its selection gathers KV inside a segment, with the capture's sizes",
+        remove_when="SGLang gathers shared layers' KV at a break",
+        also=("sglang.srt.layers.attention.dsa_backend.prepare_kv_for_attention",),
+        platform="cuda",
+    ),
+)
+
+REGISTRATIONS: tuple[Registration, ...] = (
+    Registration(
+        function=f"{_ROOM}.resolution:register",
+        verify=f"{_ROOM}.resolution:registered",
+        why="buckets up to the chunk instead of SGLang's 8,192 tokens",
+        also=("sglang.srt.arg_groups.memory_hook.handle_gpu_memory_settings",),
+        platform="cuda",
+    ),
+)

@@ -1,0 +1,184 @@
+"""The server's MoE path on real GPUs, one rank a GPU, against the exact reference: sizes, chunks, reload, zero scales."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from glm_kernels.mega_moe import Arithmetic, ExpertWeights, calc_diff, mega_moe_reference, numerics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs SM90"
+    ),
+]
+HIDDEN, WIDTH, TOP_K, LOCAL = 1024, 512, 8, 8
+SCALING, BOUND = 2.5, 1e-3
+CAPACITY = 1920
+
+
+def experts_of(rank: int, zero_blocks: bool = False) -> SimpleNamespace:
+    """A layer's parameters as SGLang's loader leaves them."""
+    draw = torch.Generator().manual_seed(100 + rank)
+    w13 = torch.randn(LOCAL, 2 * WIDTH, HIDDEN, generator=draw) * HIDDEN**-0.5
+    w2 = torch.randn(LOCAL, HIDDEN, WIDTH, generator=draw) * 2 * WIDTH**-0.5
+    made = {}
+    for name, w in (("w13", w13), ("w2", w2)):
+        codes, scale = numerics.quantize_blocks(w)
+        if zero_blocks:
+            scale[:, 1, 0] = 0.0
+            scale[0, 0, :] = 0.0
+        made[f"{name}_weight"], made[f"{name}_weight_scale_inv"] = codes, scale
+    return SimpleNamespace(
+        **{name: torch.nn.Parameter(t.cuda(), requires_grad=False) for name, t in made.items()}
+    )
+
+
+def reference_weights(ranks: int, zero_blocks: bool = False) -> ExpertWeights:
+    """All ranks' experts, in checkpoint layout."""
+    parts = [experts_of(rank, zero_blocks) for rank in range(ranks)]
+
+    def codes(name: str) -> torch.Tensor:
+        joined = torch.cat([getattr(part, name).data.view(torch.uint8) for part in parts])
+        return joined.view(numerics.E4M3)
+
+    def scales(name: str) -> torch.Tensor:
+        return torch.cat([getattr(part, f"{name}_scale_inv").data for part in parts])
+
+    return ExpertWeights(codes("w13_weight"), codes("w2_weight"), scales("w13_weight"), scales("w2_weight"))
+
+
+def batch(rank: int, count: int, experts: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(count, HIDDEN, generator=draw).bfloat16()
+    ids = torch.rand(count, experts, generator=draw).topk(TOP_K, dim=-1).indices.int()
+    weights = torch.rand(count, TOP_K, generator=draw) + 0.1
+    if count > 2:
+        ids[-1] = -1  # a padding row
+    return x.cuda(), ids.cuda(), (weights / weights.sum(-1, keepdim=True)).cuda()
+
+
+def routed(ranks: int, capacity: int) -> Any:
+    from glm_sglang.moe.kernels import Geometry, Sm90
+    from glm_sglang.moe.layer import RoutedExperts
+    from glm_sglang.moe.rows import Attention
+
+    geometry = Geometry(
+        experts=LOCAL * ranks, top_k=TOP_K, hidden=HIDDEN, intermediate=WIDTH, capacity=capacity
+    )
+    return RoutedExperts(Sm90(dist.group.WORLD, geometry), capacity, Attention(dp=ranks), lambda: None)
+
+
+def run(layer: Any, experts: Any, counts: list[int], rank: int, seed: int) -> tuple[torch.Tensor, Any]:
+    layer.global_tokens = lambda: counts
+    layer.attention = type(layer.attention)(dp=len(counts))
+    given = batch(rank, counts[rank], LOCAL * len(counts), seed)
+    return layer(experts, *given, top_k=TOP_K, scaling=SCALING, clamp=None), given
+
+
+def check(out: torch.Tensor, given: Any, weights: ExpertWeights, what: object) -> None:
+    expected = mega_moe_reference(
+        given[0], given[1], given[2], weights, arithmetic=Arithmetic.SM90, routed_scaling_factor=SCALING
+    )
+    assert out.shape == expected.shape
+    diff = calc_diff(out, expected)
+    assert diff <= BOUND, (what, diff)
+
+
+# --- what every rank does ---
+
+
+def sizes(rank: int, ranks: int) -> None:
+    from glm_kernels.mega_moe.limits import Arch
+
+    from glm_sglang.moe.weights import arrange
+
+    experts, weights = experts_of(rank), reference_weights(ranks)
+    assert arrange(experts, Arch.SM90) == LOCAL
+    assert arrange(experts, Arch.SM90) == 0
+    layer = routed(ranks, CAPACITY)
+    for seed, most in enumerate((0, 1, 2, 63, 64, 1919, 1920, 1921, 5000)):
+        for counts in ([most] * ranks, [most // (r + 1) for r in range(ranks)], [most] + [0] * (ranks - 1)):
+            out, given = run(layer, experts, counts, rank, seed)
+            check(out, given, weights, counts)
+
+
+def reload(rank: int, ranks: int) -> None:
+    """The same weights loaded again, in place, are arranged again; half a load is refused."""
+    from glm_kernels.mega_moe.limits import Arch
+
+    from glm_sglang.moe.weights import arrange
+
+    experts, fresh, weights = experts_of(rank), experts_of(rank), reference_weights(ranks)
+    arrange(experts, Arch.SM90)
+    experts.w13_weight.data.view(torch.uint8).copy_(fresh.w13_weight.data.view(torch.uint8))
+    assert arrange(experts, Arch.SM90) == LOCAL
+    out, given = run(routed(ranks, CAPACITY), experts, [300] * ranks, rank, 1)
+    check(out, given, weights, "reloaded")
+    experts.w13_weight.data.view(torch.uint8)[0, :WIDTH] = fresh.w13_weight.data.view(torch.uint8)[0, :WIDTH]
+    with pytest.raises(ValueError, match="only parts"):
+        arrange(experts, Arch.SM90)
+
+
+def zero_scales(rank: int, ranks: int) -> None:
+    """Blocks under a scale of 0: NaN or wrong as they are, exact once mended."""
+    from glm_kernels.mega_moe.interleave import prepare_sm90_
+    from glm_kernels.mega_moe.limits import Arch
+    from glm_kernels.mega_moe.reload import TransformState
+
+    from glm_sglang.moe.weights import ATTRIBUTE, Arranged, arrange
+
+    weights = reference_weights(ranks, zero_blocks=True)
+    experts = experts_of(rank, zero_blocks=True)
+    arrange(experts, Arch.SM90)
+    layer = routed(ranks, CAPACITY)
+    for most in (64, 1920):
+        out, given = run(layer, experts, [most] * ranks, rank, 2)
+        check(out, given, weights, ("mended", most))
+    raw = experts_of(rank, zero_blocks=True)
+    prepare_sm90_(raw.w13_weight.data, TransformState())
+    setattr(raw, ATTRIBUTE, Arranged((raw.w13_weight.data, raw.w13_weight_scale_inv.data),
+                                     (raw.w2_weight.data, raw.w2_weight_scale_inv.data)))  # fmt: skip
+    found = {}
+    for most in (64, 1920):
+        out, _ = run(layer, raw, [most] * ranks, rank, 2)
+        found[most] = int(out.isnan().sum())
+    print(f"rank {rank}: NaN without mending, by tokens: {found}", flush=True)
+
+
+def worker(rank: int, ranks: int, work: Callable[[int, int], None], store: Path, failures: Path) -> None:
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    torch.cuda.set_device(rank)
+    torch.set_float32_matmul_precision("highest")
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        device_id=torch.device("cuda", rank),
+    )
+    try:
+        work(rank, ranks)
+    except BaseException:
+        (failures / f"rank{rank}.txt").write_text(traceback.format_exc())
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("work", [sizes, reload, zero_scales], ids=lambda work: str(work.__name__))
+def test_against_the_reference(work: Callable[[int, int], None], tmp_path: Path) -> None:
+    ranks = torch.cuda.device_count()
+    try:
+        mp.spawn(worker, args=(ranks, work, tmp_path / "store", tmp_path), nprocs=ranks)
+    except Exception:
+        pytest.fail("\n".join(file.read_text() for file in sorted(tmp_path.glob("rank*.txt"))) or "no trace")

@@ -1,0 +1,530 @@
+"""`benchmarks/eight_gpus.sh` without a GPU: commands parse, fit their time and resume; the launcher accepts the flags."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from glm_kernels.mega_moe.limits import Arch, check_shape
+from node_series import series
+
+from benchmarks import _moe_servers, _node, gpu_idle, moe_layer, moe_server
+from benchmarks._gpu_trace import Interval, Step
+from benchmarks.report import node as report_node
+from benchmarks.roofline import Model, kv_bytes
+from glm_sglang import command_line, launch_defaults, own_flags
+from glm_sglang.moe import choice
+from glm_sglang.prefill_graph import buckets, options
+from glm_sglang.tiny_model.shape import hf_config
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "benchmarks" / "eight_gpus.sh"
+COMMAND_S = 600  # the longest that one command may run on a lent machine
+LEASE_S = 1800  # and the longest that such a machine is held, with
+STAGING_S = 150  # to hand the stack over and assemble it
+SIZES = (8, 4, 2)
+
+
+def script(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPT), *words],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@dataclass
+class Stage:
+    """As the dry run prints it."""
+
+    limit_s: int
+    estimate_s: int
+    commands: list[tuple[int, list[str]]] = field(
+        default_factory=list
+    )  # one after another, with their limits
+    beside: list[tuple[int, list[str]]] = field(default_factory=list)
+
+
+def stages(gpus: int) -> dict[str, Stage]:
+    done = script("--dry-run", GPUS=str(gpus), SCRATCH="/nowhere", PYTHON="python3")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Stage] = {}
+    for line in done.stdout.splitlines():
+        if match := re.fullmatch(r"stage (\w): .*; estimated (\d+) s, at most (\d+) s", line):
+            found[match[1]] = current = Stage(int(match[3]), int(match[2]))
+        elif line.startswith("  + "):
+            words = shlex.split(line.removeprefix("  + "))
+            background = words[-1] == "&"
+            head, limit, argv = words[:3], int(words[3]), words[4 : len(words) - background]
+            assert head == ["timeout", "-k", "20"]
+            (current.beside if background else current.commands).append((limit, argv))
+    return found
+
+
+@pytest.fixture(scope="module")
+def dry() -> dict[int, dict[str, Stage]]:
+    return {gpus: stages(gpus) for gpus in SIZES}
+
+
+def after(argv: list[str], module: str) -> list[str]:
+    """What follows `-m module`."""
+    at = argv.index(module)
+    assert argv[at - 1] == "-m"
+    return argv[at + 1 :]
+
+
+def servers(stage: Stage) -> list[Namespace]:
+    found = []
+    for _, argv in [*stage.commands, *stage.beside]:
+        if "benchmarks.moe_server" in argv:
+            found.append(moe_server.parse(after(argv, "benchmarks.moe_server")))
+    return found
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+def test_stages_fit_a_command_and_all_of_them_a_lease(dry: dict[int, dict[str, Stage]], gpus: int) -> None:
+    found = dry[gpus]
+    assert list(found) == ["a", "b", "c", "d"]
+    for stage in found.values():
+        assert stage.estimate_s <= stage.limit_s <= COMMAND_S - 30
+        own = [limit for limit, argv in stage.commands if "benchmarks.report.node" not in argv]
+        assert sum(own) <= stage.limit_s
+        assert all(limit <= stage.limit_s for limit, _ in stage.beside)
+        for limit, argv in stage.commands:
+            if "--deadline" in argv:  # it ends itself, with what it has, before it is ended
+                assert float(argv[argv.index("--deadline") + 1]) <= limit - 20
+    assert sum(stage.limit_s for stage in found.values()) + STAGING_S <= LEASE_S
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+def test_every_command_parses(dry: dict[int, dict[str, Stage]], gpus: int) -> None:
+    from torch.distributed.run import get_args_parser
+
+    seen = set()
+    for stage in dry[gpus].values():
+        for _, argv in [*stage.commands, *stage.beside]:
+            assert argv[:2] == ["python3", "-m"]
+            module, words = argv[2], argv[3:]
+            if module == "torch.distributed.run":
+                launched = get_args_parser().parse_args(words)
+                assert launched.module
+                module, words = launched.training_script, launched.training_script_args
+                layer = moe_layer.parser().parse_args(words)
+                ranks = int(launched.nproc_per_node)
+                seen.add(f"layer{ranks}")
+                check_shape(
+                    Arch.SM90,
+                    hidden=layer.hidden,
+                    intermediate=layer.intermediate,
+                    experts=layer.experts_per_rank * ranks,
+                    top_k=layer.top_k,
+                    ranks=ranks,
+                )
+                # The targets' size, and the rows of a server's chunk, from which the report takes MegaMoE's inside.
+                assert {moe_layer.HEADLINE, _moe_servers.ROWS} <= set(layer.tokens)
+                assert layer.json
+            elif module == "benchmarks.moe_server":
+                args = moe_server.parse(words)
+                assert args.ranks == gpus
+                assert args.experts == 32 * gpus
+                seen.add(args.parts)
+            elif module == "benchmarks.report.node":
+                report_node.parser().parse_args(words)
+            else:
+                assert (module, words) == ("benchmarks._prewarm", [])
+    layers = {f"layer{gpus}", f"layer{gpus // 2}"} - {"layer1"}
+    assert seen == {*layers, "checkpoint", "node", "exposed", "same"}
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+def test_what_the_servers_hold_fits(dry: dict[int, dict[str, Stage]], gpus: int) -> None:
+    """Five servers on GPUs of 139 GiB leave each 8 GiB for contexts, buffers and graphs; the disk holds one model."""
+    (args,) = servers(dry[gpus]["b"])[-1:]
+    model = Model.from_config(hf_config(_node.wide(args), "fp8"))
+    expert = 3 * model.hidden * model.expert_width  # bytes: E4M3
+    replicated = (
+        model.active_weights - model.moe_layers * expert * model.top_k
+    )  # attention, shared expert, dense
+    weights = replicated + model.moe_layers * expert * model.experts / gpus
+    # BF16 rows of 576, the most that a pool takes; the index keys as they are.
+    kv = _moe_servers.node_tokens(args) * (model.layers * 2 * 576 + kv_bytes(model)["index"])
+    arms = len(_moe_servers.NODE_ARMS)
+    assert arms * (weights + kv + 8 * 2**30) < 139 * 2**30
+    disk = {8: 235, 4: 235, 2: 128}[gpus] * 2**30
+    assert model.moe_layers * expert * model.experts + replicated < 0.8 * disk
+    assert max(args.lengths) + _moe_servers.GPU.turn < _node.POSITIONS
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+def test_the_servers_flags_are_accepted(
+    dry: dict[int, dict[str, Stage]], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the launcher judges them before SGLang is imported: flags, MoE path, cache, graphs."""
+    monkeypatch.setattr(choice, "capability", lambda platform: (9, 0))
+    for stage in ("b", "c", "d"):
+        args = servers(dry[gpus][stage])[-1]
+        shape = moe_server.PRESETS["gpu"] if args.parts == "same" else _node.wide(args)
+        (tmp_path / "config.json").write_bytes(orjson.dumps(hf_config(shape, "fp8")))
+        arms = _moe_servers.arms_of(args.parts, args)
+        assert list(arms) == ["stock", "megamoe", "graphs", "cache", "all"]
+        for name, arm in arms.items():
+            request = command_line.parse(["--model-path", str(tmp_path), *arm["flags"]])
+            with monkeypatch.context() as environment:
+                values: dict[str, str] = dict(arm["env"])
+                own_flags.hand_down(request.given, values)
+                for key, value in values.items():
+                    environment.setenv(key, value)
+                moe = choice.decide(request, "cuda")
+                filled = {one.field for one in launch_defaults.fill(request, "cuda", moe)}
+                graphs = options.read()
+            on = _moe_servers.NODE_ARMS[name]
+            assert moe.path == ("megamoe" if "megamoe" in on else "stock"), moe
+            assert ("enable_unified_cache_external_linker" in filled) == ("cache" in on)
+            # Under prefill CP `auto` captures nothing.
+            assert graphs.mode == ("strict" if "graphs" in on else "off")
+            sizes = (
+                request.given["tp_size"],
+                request.given["ep_size"],
+                request.given["attn_cp_size"],
+            )
+            assert sizes == (str(gpus),) * 3
+            assert request.given["enable_prefill_cp"]
+            assert request.given["cp_strategy"] == "interleave"
+            chunk = int(request.given["chunked_prefill_size"])
+            assert chunk == 2048 * gpus
+            if graphs.buckets:
+                assert max(graphs.buckets) == chunk
+                assert all(bucket % buckets.unit(gpus) == 0 for bucket in graphs.buckets)
+                steps = [*(min(length, chunk) for length in args.lengths), _moe_servers.GPU.turn + 64]
+                assert all(any(step <= b <= 1.5 * step for b in graphs.buckets) for step in steps)
+
+
+def test_the_arms_differ_in_the_changes_only() -> None:
+    args = moe_server.parse(["--parts", "node", "--ranks", "8", "--lengths", "16384"])
+    arms = {name: arm["flags"] for name, arm in _moe_servers.node_arms("node", args).items()}
+    shared = arms["stock"].index("--glm-moe") + 1
+    assert all(flags[:shared] == arms["stock"][:shared] for flags in arms.values())
+    buckets_of = [
+        "--glm-prefill-graph-buckets",
+        "1536,16384",
+    ]  # 1,024 + 64 tokens in whole tiles of eight ranks; the chunk
+    pool = ["--glm-cache-pool-gb", "8"]
+    assert {name: flags[shared:] for name, flags in arms.items()} == {
+        "stock": ["stock", "--glm-prefill-graph", "off", "--glm-cache-url", "none"],
+        "megamoe": ["megamoe", "--glm-prefill-graph", "off", "--glm-cache-url", "none"],
+        "graphs": ["megamoe", "--glm-prefill-graph", "strict", "--glm-cache-url", "none", *buckets_of],
+        "cache": ["megamoe", "--glm-prefill-graph", "off", "--glm-cache-url", "embedded://", *pool],
+        "all": [
+            "megamoe",
+            "--glm-prefill-graph",
+            "strict",
+            "--glm-cache-url",
+            "embedded://",
+            *buckets_of,
+            *pool,
+        ],
+    }
+    here = moe_server.parse(["--parts", "node", "--reference", "--lengths", "576"])
+    assert list(_moe_servers.node_arms("node", here)) == ["stock", "megamoe", "cache"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--parts", "nodes"],
+        ["--parts", "exposed", "--reference", "--lengths", "512"],
+        ["--parts", "node", "--ranks", "8", "--lengths", "8192"],
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        moe_server.parse(words)
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(("words", "env"), [(("e",), {}), (("--dry-run",), {"GPUS": "3"})])
+def test_a_name_or_a_machine_that_cannot_be(words: tuple[str, ...], env: dict[str, str]) -> None:
+    done = script(*words, **env)
+    assert done.returncode == 2
+    assert "allowed:" in done.stderr
+
+
+# Stands for Python: says yes to the machine, notes what it is asked to run, and answers with files of $ANSWERS.
+STAND_IN = r"""#!/bin/bash
+if [ "$1" = - ]; then
+  case $2 in */dist) cat > /dev/null; exit 0 ;; *) exec "$REAL" "$@" ;; esac
+fi
+case "$*" in *benchmarks.report.node*) exec "$REAL" "$@" ;; esac
+name=$(echo "$*" | sed -nE 's/.*--parts ([a-z]+).*/\1/p; s/.*nproc-per-node ([0-9]+).*/layer_ep\1/p')
+echo "${name:-other}" >> "$ANSWERS/ran"
+cat "$ANSWERS/$name.json" 2> /dev/null
+[ ! -e "$ANSWERS/$name.fails" ]
+"""
+
+
+def test_a_failed_stage_is_named_and_only_it_is_measured_again(tmp_path: Path) -> None:
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    for name, result in series().items():
+        (answers / f"{name}.json").write_text("a line before\n" + json.dumps(result) + "\n")
+    (answers / "same.fails").touch()
+    (answers / "exposed.json").rename(answers / "later.json")  # no result at all
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    out = tmp_path / "out"
+    env = {
+        "GPUS": "2",
+        "MACHINE": "none",
+        "PYTHON": str(stand_in),
+        "REAL": sys.executable,
+        "ANSWERS": str(answers),
+        "SCRATCH": str(tmp_path / "scratch"),
+        "OUT": str(out),
+    }
+
+    def ran() -> set[str]:
+        names = set((answers / "ran").read_text().split())
+        (answers / "ran").unlink()
+        return names
+
+    first = script(**env)
+    assert first.returncode == 1
+    assert "FAILED: exposed same" in first.stderr
+    assert ran() == {"checkpoint", "layer_ep2", "other", "node", "exposed", "same"}
+    kept = {path.name for path in (out / "eight_gpus").iterdir()}
+    assert kept == {"layer_ep2.json", "node.json", "same.failed.json"}
+    joined = json.loads((out / "eight_gpus.json").read_text())
+    assert "eight_gpus, traced steps: no result" in joined["not_measured"]
+    assert "eight_gpus, node, graphs: graphs ended with status 1" in joined["not_measured"]
+
+    (answers / "later.json").rename(answers / "exposed.json")
+    (answers / "same.fails").unlink()
+    second = script("c", "d", **env)
+    assert second.returncode == 0, second.stderr
+    assert ran() == {"exposed", "same"}
+    third = script(**env)
+    assert third.returncode == 0, third.stderr
+    assert not (answers / "ran").exists()
+    again = script("--dry-run", **{**env, "SCRATCH": str(tmp_path / "fresh machine")})
+    assert again.stderr.count("is there, skipped") == 4  # by what came back
+    kept = {path.name for path in (out / "eight_gpus").iterdir()} - {"same.failed.json"}
+    assert kept == {"layer_ep2.json", "node.json", "exposed.json", "same.json"}
+    assert "exposed" in json.loads((out / "eight_gpus.json").read_text())
+
+
+def test_answers_from_a_cache_that_had_no_hit_prove_nothing() -> None:
+    def judge(cached: int, ranks: int = 8) -> dict[str, Any]:
+        rows = [
+            {"arm": "cache", "size": 1920 * ranks + more, "kl_mean": 1e-5, "tokens_equal": True}
+            | {"again": again, "cached": [0, cached * again]}
+            for again in (False, True)
+            for more in (0, 1)
+        ]
+        found: dict[str, Any] = moe_server.verdicts("same", rows, _moe_servers.GPU, ranks)["same_verdict"]
+        return found
+
+    assert judge(64)["ok"]
+    assert judge(64)["cache"]["cached_again"] == 128
+    assert not judge(0)["ok"]
+    # A rank's cap times the ranks parts below from above.
+    assert (judge(64)["cache"]["kl_below_cap"], judge(64)["cache"]["kl_above_cap"]) == (1e-5, 1e-5)
+
+
+def test_medians_and_speed_ups_of_a_length() -> None:
+    row = _node.cold_row(
+        1000, {"stock": [0.4, 0.2, 0.3], "all": [0.1]}, {"stock": [100.0], "all": [150.0, 250.0]}
+    )
+    assert row["arms"]["stock"]["ms"] == 300.0
+    assert row["arms"]["all"]["speedup"] == 2.0
+    assert row["arms"]["all"]["speedup_alone"] == 3.0
+    turn = _node.turn_row(1000, 64, {"stock": [(0.4, 0)], "cache": [(0.1, 960), (0.3, 960), (0.2, 960)]})
+    assert turn["arms"]["cache"] == {"ms": 200.0, "cached_share": 0.96, "speedup": 2.0}
+
+
+def test_a_traced_row_is_the_ranks_median_and_worst() -> None:
+    """Ranks that are exposed for 10, 20 and 60 of 100 us."""
+    steps = [
+        Step([Interval(0, wait, "ncclDevKernel"), Interval(wait, 100, "gemm")]) for wait in (10.0, 20.0, 60.0)
+    ]
+    row = _node.trace_row(steps, [0.1, 0.3, 0.2])
+    assert (row["exposed_share"], row["exposed_share_worst"], row["idle_share_queue"]) == (0.2, 0.6, 0.2)
+    assert row["idle_share"] == 0.0
+    assert [rank["exposed_share"] for rank in row["ranks"]] == [0.1, 0.2, 0.6]
+
+
+def test_a_trace_is_waited_for_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank's file comes while the first one's has long stopped to grow."""
+
+    class Arm:
+        name = "two ranks"
+
+        def post(self, path: str, body: dict[str, Any]) -> None:
+            if path == "/stop_profile":
+                (tmp_path / "1-TP-0.trace.json.gz").write_bytes(b"whole")
+
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 4:
+            (tmp_path / "1-TP-1.trace.json.gz").write_bytes(b"whole")
+
+    monkeypatch.setattr(gpu_idle.time, "sleep", sleep)
+    files = gpu_idle.traced(Arm(), tmp_path, lambda: None, 2)  # type: ignore[arg-type]
+    assert [file.name for file in files] == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]
+
+
+def test_the_targets_by_hand() -> None:
+    joined = report_node.join(series(8))
+    found = {words: (measured, reached) for words, measured, _, reached, _ in report_node.targets(joined)}
+    # 4 % in the trace, and a twentieth of MegaMoE's fifth: 5 %.
+    assert found["exposed communication of a step, 131\u202f072 tokens"] == (
+        "5.0\u202f% (stock 35.0\u202f%)",
+        True,
+    )
+    assert found["GPU idle, one prompt of 16\u202f384 tokens"] == ("1.5\u202f% (in a queue 0.2\u202f%)", True)
+    assert found["cold prefill of 131\u202f072 tokens, all against stock"] == ("1.8×", True)
+    layer = "MoE layer at EP8, 8\u202f192 tokens a rank: MegaMoE over all-gather, GEMMs, RS"
+    assert found[layer] == ("1.6×", True)
+    # The roof of eight layers of 78: ten times the node's, roughly; 90k tokens/s is a twelfth or so of it.
+    words = next(word for word in found if word.startswith("share of the roof"))
+    model = Model.from_config(hf_config(_node.wide(Namespace(layers=8, experts=256)), "fp8"))
+    per_token = 2 * model.active_weights / 1.979e15 + 2 * 8 * 64 * 2048 * 1088 / 0.9895e15
+    per_token += 2 * 2 * 32 * 128 * 65_536 / 1.979e15
+    assert float(found[words][0].split("\u202f")[0]) == pytest.approx(100 * 90_000 * per_token / 8, rel=0.02)
+    assert found[words][1] is False
+
+
+def test_without_the_layers_measurement_exposed_communication_is_not_judged() -> None:
+    results = series(8)
+    del results["layer_ep8"]
+    joined = report_node.join(results)
+    (row,) = [target for target in report_node.targets(joined) if "exposed" in target[0]]
+    assert "without what MegaMoE's kernel exposes inside" in row[0]
+    assert row[1].startswith("4.0\u202f%")
+    assert row[3] is None
+
+
+def same_target(verdict: dict[str, Any], complete: bool | None) -> tuple[str, str, bool | None]:
+    """What the series says of the answers when that stage found this."""
+    results = series(8)
+    results["same"]["same_verdict"] = verdict
+    del results["same"]["same_complete"]
+    if complete is not None:
+        results["same"]["same_complete"] = complete
+    (row,) = [row for row in report_node.targets(report_node.join(results)) if "KL" in row[0]]
+    return row[0], row[1], row[3]
+
+
+FINE = {"kl_below_cap": 1e-4, "kl_above_cap": 2e-4, "answers": 16, "greedy_equal": 16, "kl_undefined": 0}
+
+
+@pytest.mark.parametrize(
+    ("arms", "ok", "complete", "reached"),
+    [
+        ({"megamoe": FINE, "all": FINE}, True, True, True),
+        ({"megamoe": FINE}, True, True, None),  # the arm with all changes never answered
+        ({"megamoe": FINE, "all": FINE}, True, False, None),  # an arm failed, or answered in part
+        ({"megamoe": FINE, "all": FINE}, True, None, None),  # cut off before it could say
+        ({"megamoe": FINE, "all": FINE}, False, False, False),
+        ({"all": {**FINE, "kl_above_cap": None, "kl_undefined": 1}}, False, True, False),
+    ],
+)
+def test_answers_are_as_good_only_where_every_arm_gave_them(
+    arms: dict[str, Any], ok: bool, complete: bool | None, reached: bool | None
+) -> None:
+    words, _, found = same_target({"kl_bound": 0.0025, **arms, "ok": ok}, complete)
+    assert found is reached
+    assert ("not all arms answered all" in words) is (not complete)
+
+
+def test_a_kl_that_is_no_number_is_not_dropped_from_the_worst() -> None:
+    """Through JSON, as the stage's file is written: a distribution without one of stock's tokens."""
+    rows = [
+        {"arm": "all", "size": size, "kl_mean": kl, "tokens_equal": True, "again": True, "cached": [0, 64]}
+        for size, kl in ((64, 1e-5), (100_000, math.nan))
+    ]
+    verdict = moe_server.verdicts("same", rows, _moe_servers.GPU, 8)["same_verdict"]
+    told = orjson.loads(orjson.dumps(verdict))
+    assert told["all"]["kl_above_cap"] is None
+    _, measured, reached = same_target(told, True)
+    assert (measured, reached) == ("undefined for 1 answers", False)
+
+
+def test_what_a_stage_had_when_its_limit_came_counts_and_is_named() -> None:
+    results = series(8)
+    cut = {
+        key: value
+        for key, value in results["node"].items()
+        if key in ("ranks", "layers", "chunk", "cold", "roof")
+    }
+    joined = report_node.join({**results, "node": cut})
+    assert joined["cold"] == results["node"]["cold"]
+    assert "eight_gpus, node: ended by its limit, what it had until then is in" in joined["not_measured"]
+    assert "eight_gpus, second turns: no result" in joined["not_measured"]
+    assert any("cold prefill" in words for words, *_ in report_node.targets(joined))
+    with pytest.raises(report_node.StageError, match="none of them ended by itself"):
+        report_node.join({"node": cut})
+
+
+def test_stages_of_two_machines_are_not_joined() -> None:
+    results = series(8)
+    results["same"]["machine"] = {"gpu": "SYNTHETIC", "gpus": 4}
+    with pytest.raises(report_node.StageError, match="different machines"):
+        report_node.join(results)
+
+
+def test_the_section_stands_beside_the_articles_figures() -> None:
+    section = report_node.section(report_node.join(series(8)))
+    table = section.blocks[0]
+    assert table.kind == "table"
+    assert table.head[-1] == "the article's figure"  # type: ignore[union-attr]
+    figures = [row[-1] for row in table.rows]  # type: ignore[union-attr]
+    assert "35 % → 5 to 8 %" in figures
+    assert "53k → ~94k tokens/s (1.77×), projected" in figures
+    assert section.lead == "5 of the 6 targets that could be judged are reached."
+    assert section.title == "The article's node on 8 GPUs: all five changes"
+    small = series(2)
+    small["node"] |= {"reference": True, "layers": 5}
+    assert "2 ranks on a CPU" in report_node.section(report_node.join({"node": small["node"]})).title
+    fewer = report_node.section(report_node.join(series(4)))
+    assert {row[3] for row in fewer.blocks[0].rows} == {"not judged on 4"}  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_stage_d_in_miniature(tmp_path: Path) -> None:
+    """On two ranks of the reference platform, without graphs: the same answers, and from Valkey the second time."""
+    words = (
+        "-m benchmarks.moe_server --reference --parts same --prompts 1 --lengths 576 --deadline 560 --json"
+    )
+    done = subprocess.run(
+        [sys.executable, *words.split(), "--logs", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    verdict = json.loads(done.stdout.splitlines()[-1])["same_verdict"]
+    assert {"megamoe", "cache"} < verdict.keys()
+    # In fp32, far below the bound of a GPU. Pages are cached up to the positions whose logprobs are asked for.
+    assert max(verdict["cache"]["kl_below_cap"], verdict["cache"]["kl_above_cap"]) < 1e-6
+    assert verdict["cache"]["cached_again"] >= 64

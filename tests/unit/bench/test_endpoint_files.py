@@ -1,0 +1,35 @@
+"""The endpoint files that come with the project say what can be started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ab import endpoints
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "endpoints"
+VALUES = {"model": "/m", "vllm": "/", "prefill": "0", "decode": "1", "flags": "--tp 1", "stock": ""}
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_file_gives_endpoints_with_ports_and_flushable_processes(file: Path) -> None:
+    specs, absent = endpoints.load(file, VALUES)
+    assert len(specs) + len(absent) >= 2
+    for spec in specs:
+        ports = endpoints.Ports()
+        for name, command in spec.processes.items():
+            argv = ports.argv(name, command)
+            assert argv[argv.index("--port") + 1] == str(ports.of(name))
+            assert not [word for word in argv if "{" in word]
+        assert set(spec.flush or ()) <= set(spec.processes)
+        # The asked process is the last one; a pair's is its router.
+        assert list(spec.processes)[-1] in ("router", "server")
+
+
+def test_both_sides_of_make_bench_differ_in_launcher_and_cache_alone() -> None:
+    (stock, ours), _ = endpoints.load(FOLDER / "cpu.yaml", VALUES)
+    words = [set(spec.processes["server"].split()) for spec in (stock, ours)]
+    assert words[0] - words[1] == {"sglang.launch_server"}
+    cache = {"--glm-cache-url", "embedded://", "--glm-cache-pool-gb", "1"}
+    assert words[1] - words[0] == {"glm_sglang.launch_server", *cache}

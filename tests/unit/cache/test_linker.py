@@ -1,0 +1,360 @@
+"""The linker under SGLang's own radix tree: what is restored, what is never, and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from glm_sglang.cache.copier import TorchPageCopier
+from tests.unit.cache.memory_store import MemoryStore
+from tests.unit.cache.tree import PAGE, Tree, expected_page
+
+MakeTree = Callable[..., Tree]
+
+
+def prompt(pages: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, 150_000, (pages * PAGE,), generator=generator).tolist()
+    return ids
+
+
+class Gated(TorchPageCopier):
+    """Copies when it is let; can be told to fail."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self.may_save, self.may_load = threading.Event(), threading.Event()
+        self.may_save.set()
+        self.may_load.set()
+        self.failing = False
+
+    def save(self, pages: Sequence[int], into: Sequence[Any]) -> None:
+        assert self.may_save.wait(10)
+        super().save(pages, into)
+
+    def load(self, pages: Sequence[int], source: Sequence[Any], landed: Callable[[int], None]) -> None:
+        assert self.may_load.wait(10)
+        if self.failing:
+            super().load(pages[:1], source[:1], lambda layer: None)
+            raise RuntimeError("the device is gone")
+        super().load(pages, source, landed)
+
+
+def restored(tree: Tree, tokens: list[int], slots: torch.Tensor, first: int = 0) -> bool:
+    """Whether the slots hold what the prompt's pages must hold."""
+    return all(
+        torch.equal(tree.read(int(slots[n * PAGE]) // PAGE), expected_page(tokens, first + n, tree.pages))
+        for n in range(slots.numel() // PAGE)
+    )
+
+
+def saved(tree: Tree, tokens: list[int]) -> None:
+    tree.prefill(tokens)
+    tree.drain()
+    tree.flush_device()
+
+
+def test_a_prompt_comes_back_after_the_device_has_lost_it(make_tree: MakeTree) -> None:
+    tree = make_tree()
+    tokens = prompt(4)
+    saved(tree, tokens)
+    req = tree.request([*tokens, 7])
+    assert tree.match(req) == (0, 4 * PAGE)
+    slots = tree.load(req)
+    assert tree.cache.linker.start_layer_wise_loading() == 0
+    assert tree.cache.linker.finish_loads() == []
+    assert slots.numel() == 4 * PAGE
+    assert restored(tree, tokens, slots)
+    assert tree.store.pinned == 0
+
+
+def test_another_process_gets_it_from_the_remote_tier(make_tree: MakeTree) -> None:
+    first = make_tree()
+    tokens = prompt(5)
+    saved(first, tokens)
+    other = make_tree(MemoryStore(first.store.page_bytes, remote=first.store.remote))
+    req = other.request([*tokens, 7])
+    assert other.match(req) == (0, 0)  # nothing in its pool: no hit is reported, nothing is waited for
+    other.linker.request_arrives(other.cache, req)
+    other.linker.arrivals._work.put(None)
+    other.linker.arrivals._thread.join()
+    assert other.match(req) == (0, 5 * PAGE)
+    slots = other.load(req)
+    other.cache.linker.start_layer_wise_loading()
+    assert other.cache.linker.finish_loads() == []
+    assert restored(other, tokens, slots)
+
+
+def test_a_tail_continues_what_the_device_still_has(make_tree: MakeTree) -> None:
+    tree = make_tree()
+    tokens = prompt(6)
+    saved(tree, tokens)
+    tree.prefill(tokens[: 2 * PAGE])
+    req = tree.request([*tokens, 7])
+    assert tree.match(req) == (2 * PAGE, 4 * PAGE)
+    slots = tree.load(req)
+    tree.cache.linker.start_layer_wise_loading()
+    assert tree.cache.linker.finish_loads() == []
+    assert restored(tree, tokens, slots, first=2)
+
+
+def test_a_block_that_is_lost_ends_the_hit_before_it(make_tree: MakeTree) -> None:
+    """vllm 49250: block k cannot be loaded. The hit is the pages before it; the rest is computed, never guessed."""
+    tree = make_tree()
+    tokens = prompt(6)
+    saved(tree, tokens)
+    del tree.store.pool[list(tree.store.remote)[3]]
+    assert tree.match(tree.request([*tokens, 7])) == (0, 3 * PAGE)
+
+
+def test_prompts_of_other_name_spaces_share_nothing(make_tree: MakeTree) -> None:
+    tree = make_tree()
+    tokens = prompt(2)
+    saved(tree, tokens)
+    for other in ({"extra_key": "adapter"}, {"cache_salt": "tenant"}, {"extra_key": ""}):
+        assert tree.match(tree.request([*tokens, 7], **other)) == (0, 0)
+    assert tree.match(tree.request([*tokens, 7])) == (0, 2 * PAGE)
+
+
+def test_a_page_under_way_is_not_reused(make_tree: MakeTree) -> None:
+    """sglang 12073: the device is short of pages while a save is under way. Its pages stay; bytes match their keys."""
+    tree = make_tree(pages=8, copier=Gated)
+    tree.copier.may_save.clear()
+    tokens = prompt(4)
+    tree.prefill(tokens)
+    tree.flush_device()
+    assert tree.allocator.available_size() == 4 * PAGE
+    slots = tree.alloc(4)
+    assert slots is not None
+    tree.compute(prompt(4, seed=2), slots)
+    assert tree.alloc(1) is None  # nothing can be evicted while the copy has not ended
+    tree.copier.may_save.set()
+    tree.drain()
+    tree.flush_device()
+    assert tree.allocator.available_size() == 4 * PAGE
+    for number, data in enumerate(tree.store.remote.values()):
+        assert data == expected_page(tokens, number, tree.pages).numpy().tobytes()
+
+
+def test_a_failed_load_aborts_and_leaves_nothing(make_tree: MakeTree) -> None:
+    """What has been written in part is seen by nobody: the request is named, its slots are its own."""
+    tree = make_tree(copier=Gated)
+    tokens = prompt(4)
+    saved(tree, tokens)
+    tree.copier.failing = True
+    req = tree.request([*tokens, 7])
+    tree.match(req)
+    slots = tree.load(req)
+    index = tree.cache.linker.start_layer_wise_loading()
+    tree.linker.layer_done_counter.set_consumer(index)
+    tree.linker.layer_done_counter.wait_until(0)  # a forward that waits is not kept
+    assert tree.cache.linker.finish_loads() == [req.rid]
+    tree.allocator.free(slots)
+    assert tree.allocator.available_size() == 16 * PAGE
+    assert tree.store.pinned == 0
+    assert tree.recorder.table["cache_failed_loads"] == 1
+
+
+@pytest.mark.parametrize("when", ["matched", "queued", "matched and a step later"])
+def test_an_abort_leaves_no_pin(make_tree: MakeTree, when: str) -> None:
+    """sglang 30053, 36926: whenever the request goes, nothing of the pool stays held."""
+    tree = make_tree()
+    tokens = prompt(4)
+    saved(tree, tokens)
+    req = tree.request([*tokens, 7])
+    tree.linker.request_arrives(tree.cache, req)
+    tree.match(req)
+    assert tree.store.pinned == 4
+    if when == "queued":
+        tree.load(req)
+    if when == "matched and a step later":
+        tree.step()
+        assert tree.store.pinned == 0
+    tree.cache.linker.release_request(req.rid)
+    assert tree.store.pinned == 0
+    assert len(tree.linker.arrivals) == 0
+    assert tree.cache.linker.start_layer_wise_loading() == -1
+
+
+def test_ten_thousand_aborts(make_tree: MakeTree) -> None:
+    """sglang 30053: 10k aborts: credits and pins 0."""
+    tree = make_tree()
+    tokens = prompt(2)
+    saved(tree, tokens)
+    for number in range(10_000):
+        req = tree.request([*tokens, number])
+        tree.linker.arrivals.begin(req.rid, req.origin_input_ids, None, None, 0)
+        if number % 3 == 0:
+            tree.match(req)
+        tree.cache.linker.release_request(req.rid)
+    assert tree.store.pinned == 0
+    assert len(tree.linker.arrivals) == 0
+    assert tree.linker._queued == {}
+
+
+def test_ranks_may_agree_on_less_than_a_lookup_has_found(make_tree: MakeTree) -> None:
+    """The pins beyond what is loaded go back."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    tree = make_tree()
+    tokens = prompt(4)
+    saved(tree, tokens)
+    keys = [key.hex() for key in tree.store.remote]
+    assert tree.linker.lookup("r", [PoolTransfer(PoolName.KV, keys=keys)]) == [1, 2, 3, 4]
+    slots = tree.alloc(3)
+    assert tree.linker.load("r", [PoolTransfer(PoolName.KV, keys=keys[:3], device_indices=slots)])
+    assert tree.store.pinned == 3
+    index = tree.linker.start_layer_wise_loading()
+    assert tree.linker.finish_layer_wise_loading(index)
+    assert restored(tree, tokens, slots)
+    tree.linker._loads.quiesce()
+    assert tree.store.pinned == 0
+
+
+def test_a_load_without_a_lookup_is_refused(make_tree: MakeTree) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    tree = make_tree()
+    saved(tree, prompt(2))
+    keys = [key.hex() for key in tree.store.remote]
+    transfer = PoolTransfer(PoolName.KV, keys=keys, device_indices=torch.arange(PAGE, 3 * PAGE))
+    assert not tree.linker.load("r", [transfer])
+
+
+def test_the_pool_without_room_costs_hits_and_nothing_else(make_tree: MakeTree) -> None:
+    tree = make_tree()
+    tree.store.refuse_after = 0
+    saved(tree, prompt(4))
+    assert tree.match(tree.request([*prompt(4), 7])) == (0, 0)
+    assert tree.allocator.available_size() == 16 * PAGE
+    tree.store.refuse_after = None
+    saved(tree, prompt(4))
+    assert tree.match(tree.request([*prompt(4), 7])) == (0, 4 * PAGE)
+
+
+def test_a_flush_empties_the_pool_and_keeps_the_remote_tier(make_tree: MakeTree) -> None:
+    tree = make_tree()
+    saved(tree, prompt(4))
+    tree.cache.reset()
+    assert len(tree.store.pool) == 0
+    assert len(tree.store.remote) == 4
+    assert tree.match(tree.request([*prompt(4), 7])) == (0, 0)
+
+
+def test_what_a_step_spends_here_is_measured(make_tree: MakeTree) -> None:
+    tree = make_tree()
+    saved(tree, prompt(4))
+    counted = sum(tree.recorder.table.snapshot()["scheduler_stall_seconds"][()].counts)  # type: ignore[union-attr]
+    assert counted == 1  # the step with the save; polls are left out
+    tree.match(tree.request([*prompt(4), 7]))
+    tree.step()
+    tree.step()
+    assert sum(tree.recorder.table.snapshot()["scheduler_stall_seconds"][()].counts) == counted + 1  # type: ignore[union-attr]
+    assert tree.linker.stalls.longest > 0
+
+
+@pytest.mark.alone
+def test_a_save_that_goes_on_and_on_delays_no_step(make_tree: MakeTree) -> None:
+    """LMCache 4095: what a step pays for saves while one is under way, however long it takes (here, longer).
+
+    Half of the steps: the requirement is 1 ms, and this machine runs other things too.
+    """
+    tree = make_tree(pages=64, copier=Gated)
+    tree.copier.may_save.clear()
+    paid: list[float] = []
+    observe = tree.recorder.observe
+
+    def recorded(name: str, value: float) -> None:
+        if name == "scheduler_stall_seconds":
+            paid.append(value)
+        observe(name, value)
+
+    tree.recorder.observe = recorded  # type: ignore[method-assign]
+    for number in range(30):
+        tree.prefill(prompt(2, seed=100 + number))
+        tree.step()
+    assert len(paid) == 30
+    assert tree.linker._saves.completed() == 0  # all the time
+    assert sorted(paid)[15] < 0.001
+    tree.copier.may_save.set()
+    tree.drain()
+    assert tree.recorder.table["cache_offload_pages", "saved"] == 60
+
+
+def test_after_a_weight_update_nothing_is_reused(make_tree: MakeTree) -> None:
+    """What is stored was made by other weights, and what is made now would be stored under their name."""
+    tree = make_tree()
+    saved(tree, prompt(4))
+    tree.linker.weights_change()
+    assert tree.match(tree.request([*prompt(4), 7])) == (0, 0)
+    saved(tree, prompt(3, seed=2))
+    assert len(tree.store.remote) == 4
+    assert tree.recorder.table["cache_offload_pages", "weights_changed"] == 3
+    assert tree.recorder.table["cache_off"] == 1
+    assert tree.allocator.available_size() == 16 * PAGE
+
+
+def test_after_a_weight_update_nobody_waits_for_pages_or_holds_them(make_tree: MakeTree) -> None:
+    tree = make_tree(wait_s=None)
+    tree.store.manual = True
+    req = tree.request([*prompt(4), 7])
+    tree.linker.request_arrives(tree.cache, req)
+    assert tree.linker.held_back([req.rid], tree.cache) == {req.rid}
+    tree.linker.weights_change()
+    assert tree.linker.held_back([req.rid], tree.cache) == set()
+    assert tree.store.cancelled[0] == req.rid
+
+
+def test_a_request_that_vanishes_is_forgotten_within_a_second(
+    make_tree: MakeTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    """UPSTREAM: a prompt too long for the KV pool is turned away without a word to the tree, and so is, on a PD prefill
+    server, whoever's handshake fails: an everyday thing."""
+    tree = make_tree()
+    requests = [tree.request([*prompt(4, seed), 7]) for seed in range(2)]
+    assert not tree.linker.looks_around(0.0)  # there is nobody
+    for req in requests:
+        tree.linker.request_arrives(tree.cache, req)
+    assert tree.linker.looks_around(5.0)
+    assert not tree.linker.looks_around(5.9)
+    assert tree.linker.looks_around(6.0)
+    tree.linker.present([requests[1].rid, "another"])
+    assert tree.store.cancelled == [requests[0].rid]
+    assert len(tree.linker.arrivals) == 1
+    tree.linker.present([])
+    assert not tree.linker.looks_around(9.0)
+    assert caplog.records == []
+
+
+def test_a_queue_that_is_put_in_order_looks_at_the_device_only(make_tree: MakeTree) -> None:
+    """calc_priority matches every waiting request in every step: no lookup, no pin, and no hit that is stale later."""
+    from glm_sglang.cache import gate
+
+    tree = make_tree()
+    saved(tree, prompt(4))
+    tree.prefill(prompt(4)[: 2 * PAGE])
+    req = tree.request([*prompt(4), 7])
+    assert gate.order_queue(lambda policy: tree.match(req), "policy") == (2 * PAGE, 0)
+    assert tree.store.pinned == 0
+    assert tree.match(req) == (2 * PAGE, 2 * PAGE)
+
+
+def test_keys_made_at_arrival_are_the_trees(make_tree: MakeTree) -> None:
+    """With and without them a lookup finds the same, behind any hit on the device."""
+    tree = make_tree()
+    tokens = prompt(5)
+    saved(tree, tokens)
+    for device in (0, 2):
+        if device:
+            tree.prefill(tokens[: device * PAGE])
+        req = tree.request([*tokens, 7])
+        unhashed = tree.match(req)
+        tree.linker.request_arrives(tree.cache, req)
+        while tree.linker.arrivals.names(req.rid) is None:
+            pass
+        assert tree.match(req) == unhashed == (device * PAGE, (5 - device) * PAGE)
+        tree.cache.linker.release_request(req.rid)

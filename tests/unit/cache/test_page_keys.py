@@ -1,0 +1,63 @@
+"""Page hashes: SGLang's chain, from its definition, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import subprocess
+import sys
+from array import array
+
+import pytest
+
+from glm_sglang.cache.page_keys import chain
+
+TOKENS = [(i * 7919) % 151_000 for i in range(200)]
+
+
+def by_definition(tokens: list[int], prior: bytes = b"") -> list[bytes]:
+    """SHA-256 over the digest before and the page's ids as little-endian 32-bit integers."""
+    digests = []
+    for start in range(0, len(tokens), 64):
+        page = tokens[start : start + 64]
+        prior = hashlib.sha256(prior + struct.pack(f"<{len(page)}I", *page)).digest()
+        digests.append(prior)
+    return digests
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])
+def test_chain(length: int) -> None:
+    tokens = TOKENS[:length]
+    assert chain(tokens, 64) == chain(array("q", tokens), 64) == by_definition(tokens)
+    assert chain(tokens, 64, b"p" * 32, yielding=True) == by_definition(tokens, b"p" * 32)
+
+
+def test_a_page_names_everything_before_it() -> None:
+    other = [TOKENS[0] + 1, *TOKENS[1:]]
+    assert not set(chain(TOKENS, 64)) & set(chain(other, 64))
+    assert chain(TOKENS[:150], 64)[:2] == chain(TOKENS, 64)[:2]
+
+
+def test_ids_beyond_32_bits_have_pages_of_their_own() -> None:
+    """A placeholder of a picture may be that large; its low bits must not pass for a token."""
+    wide = [*TOKENS[:64], (1 << 32) + TOKENS[64], *TOKENS[65:128]]
+    assert chain(wide, 64)[0] == chain(TOKENS, 64)[0]
+    assert chain(wide, 64)[1] != chain(TOKENS[:128], 64)[1]
+    with pytest.raises(ValueError, match="negative"):
+        chain([-1], 64)
+
+
+def test_the_same_whatever_the_hash_seed() -> None:
+    """LMCache 1739, 2979: several ranks, zero hits, because the hash seed differed."""
+    program = "from glm_sglang.cache.page_keys import chain; print(chain(list(range(128)), 64)[1].hex())"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert said == {by_definition(list(range(128)))[1].hex()}

@@ -1,0 +1,166 @@
+"""The save queue: one result for each save, in order, whatever happens to it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from glm_sglang.cache.audit import Audit
+from glm_sglang.cache.saves import RESERVE, SaveQueue
+from tests.unit.cache.memory_store import MemoryStore
+
+PAGE = 64
+
+
+class Copier:
+    """Writes a page's number into it. `gate` holds copies back, `fail` names pages that cannot be copied."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail: set[int] = set()
+        self.depth = 1
+        self.under_way = self.most = 0
+
+    def written(self, forward_stream: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def start_save(self, pages: Sequence[int], into: Sequence[Any]) -> Callable[[], None]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+
+        def wait() -> None:
+            assert self.gate.wait(10)
+            self.under_way -= 1
+            for number, page in zip(pages, into, strict=True):
+                if number in self.fail:
+                    raise RuntimeError(f"page {number} cannot be read")
+                page.tensor.fill_(number)
+
+        return wait
+
+    def load(self, pages: Sequence[int], source: Sequence[Any], landed: Callable[[int], None]) -> None:
+        raise AssertionError("a save loads nothing")
+
+
+class Setup:
+    def __init__(self, slots: int = 1024, limit: int = 1024) -> None:
+        self.store, self.copier, self.ends = MemoryStore(4, slots=slots), Copier(), Counter[str]()
+        self.queue = SaveQueue(
+            self.store, self.copier, PAGE, limit_pages=limit, count=self.count, audit=Audit()
+        )
+
+    def count(self, end: str, pages: int) -> None:
+        self.ends[end] += pages
+
+    def put(self, *numbers: int) -> None:
+        slots = torch.cat([torch.arange(n * PAGE, (n + 1) * PAGE) for n in numbers])
+        self.queue.put([key(n).hex() for n in numbers], slots, lambda: None)
+
+    def results(self, count: int) -> list[bool]:
+        self.queue._work.join()
+        assert self.queue.completed() == count
+        return [self.queue.pop() for _ in range(count)]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+@pytest.fixture
+def setup() -> Setup:
+    return Setup()
+
+
+def test_saved_pages_are_resident_and_handed_on(setup: Setup) -> None:
+    setup.put(1, 2, 3)
+    assert setup.results(1) == [True]
+    assert setup.store.remote == {key(n): bytes([n] * 4) for n in (1, 2, 3)}
+    assert setup.ends == {"saved": 3, "resident": 0}
+    assert setup.store.reserved == 0
+
+
+def test_what_came_from_the_pool_is_not_copied_again(setup: Setup) -> None:
+    setup.put(1, 2)
+    setup.put(1, 2, 3)
+    assert setup.results(2) == [True, True]
+    assert setup.ends == {"saved": 3, "resident": 2}
+
+
+def test_results_come_in_the_order_of_asking(setup: Setup) -> None:
+    """A save that fails at once waits for its turn: ranks take results in step."""
+    tight = Setup(limit=2)
+    tight.copier.gate.clear()
+    tight.put(1, 2)
+    tight.put(3)  # does not fit
+    assert tight.queue.completed() == 0
+    with pytest.raises(IndexError, match="no save has completed"):
+        tight.queue.pop()
+    tight.copier.gate.set()
+    assert tight.results(2) == [True, False]
+    assert tight.ends["queue_full"] == 1
+    tight.put(3)
+    assert tight.results(1) == [True]
+
+
+def test_asking_does_not_wait_for_a_copy(setup: Setup) -> None:
+    """LMCache 4095: a save under way keeps nobody. Here it never ends while others are queued behind it."""
+    setup.copier.gate.clear()
+    for number in range(1, 100):
+        setup.put(number)
+    assert setup.queue.completed() == 0
+    assert setup.queue.queued_pages == 99
+    setup.copier.gate.set()
+    assert setup.results(99) == [True] * 99
+    assert setup.queue.queued_pages == 0
+
+
+def test_a_pool_without_room_in_the_middle_keeps_the_beginning() -> None:
+    """LMCache 3855: the allocator returns nothing mid-batch: prefix kept, no deadlock, nothing reserved for ever."""
+    setup = Setup()
+    setup.store.refuse_after = 2
+    setup.put(*range(1, 50))
+    assert setup.results(1) == [False]
+    assert setup.store.resident([key(n) for n in range(1, 50)]) == 2 * RESERVE
+    assert setup.ends == {"saved": 2 * RESERVE, "resident": 0, "pool_full": 49 - 2 * RESERVE}
+    setup.store.refuse_after = None
+    setup.put(*range(1, 50))
+    assert setup.results(1) == [True]
+
+
+def test_a_copy_that_fails_is_one_failed_save(setup: Setup) -> None:
+    setup.copier.fail = {20}
+    setup.put(*range(1, 30))
+    setup.put(40)
+    assert setup.results(2) == [False, True]
+    assert setup.store.reserved == 0
+    assert setup.store.resident([key(n) for n in range(1, 30)]) == RESERVE
+    assert setup.ends == {"saved": RESERVE + 1, "failed": 29 - RESERVE, "resident": 0}
+
+
+def test_quiesce_waits_for_copies_and_forgets_results(setup: Setup) -> None:
+    setup.put(1)
+    setup.queue.quiesce()
+    assert setup.queue.completed() == 0
+    assert setup.store.resident([key(1)]) == 1
+    setup.queue.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_blocks_under_way(setup: Setup, depth: int) -> None:
+    """As many as the copier wants; when one fails, the others have ended before their slots go back."""
+    setup.copier.depth = depth
+    setup.put(*range(1, 100))
+    assert setup.results(1) == [True]
+    assert setup.copier.most == depth
+    assert setup.store.resident([key(n) for n in range(1, 100)]) == 99
+    setup.copier.fail = {120}
+    setup.put(*range(101, 200))
+    assert setup.results(1) == [False]
+    assert setup.copier.under_way == 0
+    assert setup.store.reserved == 0

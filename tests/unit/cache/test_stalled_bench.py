@@ -1,0 +1,83 @@
+"""How `benchmarks.stalled_valkey` reads servers' metrics, and what it makes of turns and stalls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks import _stalled_servers as servers
+from benchmarks import _stalled_turns as turns
+
+
+def buckets(*counts: tuple[str, int]) -> Counter[str]:
+    return Counter(
+        {f'scheduler_stall_seconds_bucket{{le="{bound}",rank="0"}}': count for bound, count in counts}
+    )
+
+
+def test_p99_is_the_bound_of_the_bucket_that_holds_it() -> None:
+    before = buckets(("0.001", 50), ("0.005", 50), ("+Inf", 50))
+    after = buckets(("0.001", 149), ("0.005", 150), ("+Inf", 150))
+    assert servers.p99(before, after) == 0.001  # 99 of 100
+    after = buckets(("0.001", 148), ("0.005", 149), ("+Inf", 150))
+    assert servers.p99(before, after) == 0.005
+    after = buckets(("0.001", 140), ("0.005", 140), ("+Inf", 150))
+    assert servers.p99(before, after) == float("inf")
+    assert servers.p99(before, before) == 0.0
+
+
+def test_counters_by_what_they_grew_in_this_run() -> None:
+    before = [Counter({'cache_dropped_saves_total{reason="full"}': 2}), Counter[str]()]
+    after = [
+        Counter(
+            {'cache_dropped_saves_total{reason="full"}': 5, 'cache_dropped_saves_total{reason="down"}': 1}
+        ),
+        Counter({'cache_dropped_saves_total{reason="full"}': 4}),
+    ]
+    assert servers.moved(before, after, "cache_dropped_saves_total") == 8
+    ended = Counter(
+        {'cache_prefetches_total{end="complete",rank="0"}': 7, 'cache_prefetches_total{end="miss"}': 0}
+    )
+    assert servers.ends(Counter(), ended) == {"complete": 7}
+
+
+def test_turns_arrive_as_often_as_asked_and_think_over_a_whole_period() -> None:
+    found = turns.schedule(6000, rate=3.0, together=4, think=3.0, period=5.0, seed=1)
+    assert found == turns.schedule(6000, rate=3.0, together=4, think=3.0, period=5.0, seed=1)
+    assert [c.number for c in found] == list(range(6000))
+    assert len({c.first for c in found}) == 1500
+    # 6,000 at 3 a second; its standard deviation is 2.6 %.
+    assert found[-1].first == pytest.approx(2000, rel=0.1)
+    thought = [c.second - c.first for c in found]
+    assert min(thought) >= 3.0
+    assert max(thought) <= 8.0
+    # Where in a period of 5 s second turns arrive is uniform: 30 % in the last 1.5 s (standard deviation 1.2 %).
+    assert sum(c.second % 5.0 >= 3.5 for c in found) / 6000 == pytest.approx(0.3, abs=0.05)
+
+
+def test_hits_of_turns_that_a_stall_met_stand_apart() -> None:
+    stalls = [(3.5, 5.0), (8.5, 10.0)]
+    found = [
+        turns.Turn(arrived=9.9, ttft=0.2, seconds=0.3, hit_tokens=256),  # 0.1 s left
+        turns.Turn(arrived=3.6, ttft=0.7, seconds=0.8, hit_tokens=0),  # 1.4 s left
+        turns.Turn(arrived=3.4, ttft=0.2, seconds=0.3, hit_tokens=256),  # overtaken by one
+        turns.Turn(arrived=5.0, ttft=0.1, seconds=0.2, hit_tokens=128),  # at its end
+    ]
+    figures = turns.figures(found, stalls, cacheable=256, deadline=0.5)
+    assert figures["second_turns"] == 4
+    assert figures["hit_rate"] == 640 / 1024
+    assert figures["hit_rate_second_half"] == 384 / 512  # by arrival: those at 5.0 and 9.9
+    assert figures["hit_rate_possible"] == 0.75
+    assert (figures["arrived_in_a_stall"], figures["hit_rate_arrived_in_a_stall"]) == (2, 0.5)
+    assert figures["hit_rate_arrived_outside"] == 0.75
+    assert (figures["met_a_stall"], figures["hit_rate_met_a_stall"]) == (3, 0.6667)
+    assert figures["ttft_s"] == {"mean": 0.3, "p50": 0.2, "p90": 0.7, "p99": 0.7, "max": 0.7}
+    assert figures["ttft_s_arrived_in_a_stall"]["max"] == 0.7
+    empty = turns.figures(found, [], cacheable=256, deadline=0.5)
+    assert empty["hit_rate_arrived_in_a_stall"] is None
+    assert empty["ttft_s_arrived_in_a_stall"] == {}
+    nobody = turns.figures(
+        [], stalls, cacheable=256, deadline=0.5
+    )  # an executor that has died answers no turn
+    assert (nobody["hit_rate"], nobody["hit_rate_possible"], nobody["ttft_s"]) == (None, None, {})

@@ -1,0 +1,148 @@
+"""The linker over the real store: CPU pools of two processes' worth, and a real Valkey between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from glm_connectors.valkey_store import EmbeddedServer
+
+from glm_sglang.cache.build import is_writer
+from tests.unit.cache.test_linker import prompt, restored
+from tests.unit.cache.tree import PAGE, Tree
+from tests.unit.tiers.valkey_proxy import Fault, Proxy
+
+
+def in_valkey(tree: Tree) -> None:
+    """Waits until what the tree has saved is in Valkey."""
+    tree.drain()
+    saver: Any = tree.store._remote.saver  # type: ignore[attr-defined]
+    assert saver._idle.wait(10)
+
+
+def fetched(tree: Tree, req: Any, seconds: float = 10) -> None:
+    tree.linker.request_arrives(tree.cache, req)
+    arrival = tree.linker.arrivals._known[req.rid]
+    tree.linker.arrivals._work.put(None)
+    tree.linker.arrivals._thread.join(10)
+    assert arrival.ticket is not None
+    assert arrival.ticket.wait(seconds)  # type: ignore[attr-defined]
+
+
+def test_from_one_process_to_another_through_valkey(node: Callable[..., Tree]) -> None:
+    first, second = node(), node()
+    tokens = prompt(5, seed=11)
+    first.prefill(tokens)
+    in_valkey(first)
+    req = second.request([*tokens, 7])
+    assert second.match(req) == (0, 0)
+    fetched(second, req)
+    assert second.match(req) == (0, 5 * PAGE)
+    slots = second.load(req)
+    second.cache.linker.start_layer_wise_loading()
+    assert second.cache.linker.finish_loads() == []
+    assert restored(second, tokens, slots)
+    second.linker._loads.quiesce()
+    assert second.store.metrics["cache_pinned_bytes", "load"] == 0  # type: ignore[attr-defined]
+    assert second.store.metrics["cache_hit_pages", "valkey"] == 5  # type: ignore[attr-defined]
+
+
+def test_a_flipped_bit_in_valkey_is_a_miss(node: Callable[..., Tree], valkey: EmbeddedServer) -> None:
+    """Upstream serves it as a hit."""
+    import valkey as client_library
+
+    first, second = node(), node()
+    tokens = prompt(4, seed=12)
+    first.prefill(tokens)
+    in_valkey(first)
+    from glm_sglang.cache.page_keys import chain
+
+    client = client_library.Valkey(port=valkey.port)
+    [name] = [n for n in client.scan_iter(count=1000) if chain(tokens, PAGE)[2].hex().encode() in n]
+    value = bytearray(client.get(name))  # type: ignore[arg-type]
+    value[5000] ^= 1
+    client.set(name, bytes(value))
+    req = second.request([*tokens, 7])
+    fetched(second, req)
+    assert second.match(req) == (0, 2 * PAGE)
+    assert second.store.metrics["cache_bad_values", "checksum"] == 1  # type: ignore[attr-defined]
+
+
+def test_while_valkey_is_stopped_nobody_waits(node: Callable[..., Tree], valkey: EmbeddedServer) -> None:
+    """Saves go to the pool, lookups answer from it, arrivals are admitted at their deadline: no call comes back late,
+    or this test would not come back."""
+    tree = node(wait_s=0.05)
+    tokens = prompt(4, seed=13)
+    os.kill(valkey.pid, signal.SIGSTOP)
+    try:
+        tree.prefill(tokens)
+        tree.drain()
+        tree.flush_device()
+        req, other = tree.request([*tokens, 7]), tree.request([*prompt(3, seed=14), 7])
+        for request in (req, other):
+            tree.linker.request_arrives(tree.cache, request)
+        assert tree.match(req) == (0, 4 * PAGE)
+        while tree.linker.held_back([req.rid, other.rid], tree.cache):
+            pass
+        assert tree.match(other) == (0, 0)
+        assert tree.recorder.table["cache_expired_waits"] == 1
+        tree.cache.linker.release_request(req.rid)
+        tree.cache.linker.release_request(other.rid)
+        assert tree.store.metrics["cache_pinned_bytes", "load"] == 0  # type: ignore[attr-defined]
+    finally:
+        os.kill(valkey.pid, signal.SIGCONT)
+
+
+@pytest.mark.alone
+def test_a_request_rejected_before_its_admission_frees_its_pages_within_a_second(
+    node: Callable[..., Tree], valkey: EmbeddedServer
+) -> None:
+    """vllm 41269, 29906: some of its pages are pinned for it, others are on their way from a slow store.
+
+    Gets that are under way go on (their client writes into the slots): here 0.2 s each, at most the client's timeout.
+    """
+    between = Proxy(valkey.port)
+    try:
+        first, second = node(), node(port=between.port)
+        tokens = prompt(8, seed=16)
+        first.prefill(tokens)
+        in_valkey(first)
+        second.prefill(tokens[: 2 * PAGE])
+        second.drain()
+        second.flush_device()
+        req = second.request([*tokens, 7])
+        store: Any = second.store
+        between.fault = Fault("stall", "reply", 0.2)
+        second.linker.request_arrives(second.cache, req)
+        assert second.match(req)[1] >= 2 * PAGE
+        assert store._pool.held("load") >= 2
+        patience = time.monotonic() + 10
+        while not store._pool.held("get"):
+            assert time.monotonic() < patience
+        began = time.monotonic()
+        second.cache.linker.release_request(req.rid)
+        assert store._pool.held("load") == 0
+        while store._pool.held("get") or store._remote.prefetcher.running:
+            assert time.monotonic() - began < 1.0
+        assert len(second.linker.arrivals) == 0
+    finally:
+        between.close()
+
+
+def test_a_rank_that_does_not_write_fills_its_pool_only(node: Callable[..., Tree]) -> None:
+    tree = node(writer=False)
+    tree.prefill(prompt(3, seed=15))
+    tree.drain()
+    tree.flush_device()
+    assert tree.match(tree.request([*prompt(3, seed=15), 7])) == (0, 3 * PAGE)
+    assert tree.store.metrics["cache_saved_pages"] == 0  # type: ignore[attr-defined]
+
+
+def test_alone_a_rank_writes() -> None:
+    from types import SimpleNamespace
+
+    assert is_writer(SimpleNamespace(attn_tp_cache_group=None, tp_cache_group=None, attn_cp_rank=0))

@@ -1,0 +1,40 @@
+"""The CPU pool over memory that is still being pinned: it works with what is there, and closes with what is not."""
+
+from __future__ import annotations
+
+from glm_connectors.tiers import PageLayout
+from glm_connectors.tiers.pool import CpuPool
+
+from glm_sglang.cache.cuda_pinned import PinnedMemory
+from tests.unit.page_copy.test_cuda_pinned import HandPinner
+
+SLOTS = 20
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(first, first + count)]
+
+
+def test_a_pool_is_usable_before_it_is_pinned_and_leaves_nothing_behind() -> None:
+    pinner = HandPinner(allowed=1)
+    memory = PinnedMemory(pinner, piece_bytes=12288)
+    pool = CpuPool(PageLayout(64, (("kv", 1400),)), SLOTS * 1536, memory)
+    assert memory.registered_bytes() == 12288
+    assert (pool.slots, pool.slot_bytes, pool.free) == (SLOTS, 1536, 8)
+    pages = pool.take(8, "save")
+    assert pages is not None
+    for number, page in enumerate(pages):
+        page.tensor.fill_(number)
+        assert page.address == page.tensor.data_ptr()
+    pool.insert(pages, keys(0, 8), "save")
+    assert pool.take(9, "save") is None  # more than there is yet
+    fresh = pool.take(3, "save")  # evicts, although most of the pool is still to come
+    assert fresh is not None
+    assert pool.evicted == 3
+    pool.release(fresh, "save")
+    pinner.may.release(2)
+    held = pool.hold(keys(0, 5), "load")
+    assert [int(page.tensor[-1]) for page in held] == [0, 1, 2, 3, 4]
+    pool.release(held, "load")
+    assert pool.close()
+    assert pinner.pinned == {}

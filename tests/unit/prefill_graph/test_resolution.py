@@ -1,0 +1,181 @@
+"""The planned buckets go into SGLang's configuration, before and after it chooses a chunk; strict refuses no graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from glm_sglang.errors import UsageError
+from glm_sglang.prefill_graph import buckets, footprint, options, resolution
+from glm_sglang.prefill_graph.options import Options
+
+H200_MIB = 143_771.0
+GLM = SimpleNamespace(
+    hidden_size=6144,
+    num_attention_heads=64,
+    qk_nope_head_dim=192,
+    qk_rope_head_dim=64,
+    kv_lora_rank=512,
+    v_head_dim=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+)
+
+
+class Arguments:
+    """SGLang's ServerArgs while they are resolved: fields, and the graph flags that the user gave."""
+
+    def __init__(self, locked: set[tuple[str, str]] | None = None, **fields: Any) -> None:
+        from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
+
+        config = CudaGraphConfig()
+        config.prefill = replace(config.prefill, backend="breakable")
+        self._cuda_graph_config_locked = locked or set()
+        self.view = SimpleNamespace(
+            **{
+                "cuda_graph_config": config,
+                "chunked_prefill_size": 16384,
+                "max_prefill_tokens": 16384,
+                "max_total_tokens": None,
+                "enable_prefill_cp": False,
+                "attn_cp_size": 1,
+                "tp_size": 1,
+                "ep_size": 1,
+                "attn_dp_size": 1,
+                "device": "cuda",
+                **fields,
+            }
+        )
+
+    @property
+    def prefill(self) -> Any:
+        return self.view.cuda_graph_config.prefill
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`chosen(mode="auto")` sets the options, on arguments that need no model."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.utils import common
+
+    arguments_memory: list[float | None] = [H200_MIB]
+
+    def declare(arguments: Arguments, source: str, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(arguments.view, name, value)
+
+    monkeypatch.setattr(overrides, "declare_resolution", declare)
+    monkeypatch.setattr(overrides, "resolving_view", lambda arguments: arguments.view)
+    monkeypatch.setattr(overrides, "model_config_of", lambda arguments: SimpleNamespace(hf_config=GLM))
+    monkeypatch.setattr(common, "get_device_memory_capacity", lambda device: arguments_memory[0])
+
+    def choose(memory: float | None = H200_MIB, **values: Any) -> None:
+        arguments_memory[0] = memory
+        monkeypatch.setattr(options, "current", lambda: Options(**values))
+
+    return choose
+
+
+def nothing(arguments: Any) -> None:
+    return
+
+
+def test_buckets_reach_the_chunk(chosen: Any) -> None:
+    chosen(mode="auto")
+    arguments = Arguments()
+    resolution.set_buckets(arguments, nothing)
+    assert arguments.prefill.bs == list(buckets.plan(16384).buckets)
+    assert arguments.prefill.max_bs == 16384
+
+
+def test_under_context_parallelism_every_rank_gets_whole_tiles(chosen: Any) -> None:
+    chosen(mode="auto")
+    arguments = Arguments(enable_prefill_cp=True, tp_size=8)
+    resolution.set_buckets(arguments, nothing)
+    assert arguments.prefill.max_bs == 16384
+    assert all(bucket % 512 == 0 for bucket in arguments.prefill.bs if bucket > 256)
+
+
+def test_memory_is_sized_for_them_and_a_chunk_that_sglang_chooses_counts(chosen: Any) -> None:
+    chosen(mode="auto")
+    seen: list[Any] = []
+
+    def memory_settings(arguments: Any) -> None:
+        seen.append(arguments.prefill.bs)
+        arguments.view.chunked_prefill_size = 8192
+
+    known, unknown = Arguments(chunked_prefill_size=4096), Arguments(chunked_prefill_size=None)
+    resolution.set_buckets(known, memory_settings)
+    resolution.set_buckets(unknown, memory_settings)
+    assert max(seen[0]) == 4096, "SGLang sizes memory with the buckets in place"
+    assert seen[1] is None
+    assert unknown.prefill.max_bs == 8192
+
+
+def test_our_flag_wins_and_sglangs_own_is_left_alone(chosen: Any) -> None:
+    chosen(mode="auto", buckets=(100, 200))
+    locked = Arguments(locked={("prefill", "bs")})
+    resolution.set_buckets(locked, nothing)
+    assert locked.prefill.bs == [100, 200]
+    chosen(mode="auto")
+    theirs = Arguments(locked={("prefill", "max_bs")})
+    resolution.set_buckets(theirs, nothing)
+    assert theirs.prefill.bs is None
+
+
+def test_off_changes_nothing(chosen: Any) -> None:
+    chosen(mode="off", buckets=(100,))
+    arguments = Arguments()
+    resolution.set_buckets(arguments, nothing)
+    assert arguments.prefill.bs is None
+
+
+def test_strict_refuses_to_start_without_graphs(chosen: Any) -> None:
+    arguments = Arguments()
+    arguments.prefill.backend = "disabled"
+    chosen(mode="auto")
+    resolution.refuse_without_graphs(arguments, nothing)
+    chosen(mode="strict")
+    with pytest.raises(UsageError, match=r"--glm-prefill-graph is strict.*--cuda-graph-backend-prefill"):
+        resolution.refuse_without_graphs(arguments, nothing)
+    arguments.prefill.backend = "breakable"
+    resolution.refuse_without_graphs(arguments, nothing)
+
+
+def test_under_context_parallelism_auto_says_that_steps_run_eagerly(
+    chosen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen(mode="auto")
+    arguments = Arguments(enable_prefill_cp=True, tp_size=8)
+    arguments.prefill.backend = "disabled"
+    resolution.refuse_without_graphs(arguments, nothing)
+    assert "--glm-prefill-graph strict captures them" in caplog.text
+
+
+def test_what_would_take_too_much_memory_runs_eagerly_and_is_said(
+    chosen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen(memory=24_000.0, mode="auto")
+    arguments = Arguments()
+    resolution.set_buckets(arguments, nothing)
+    assert 0 < arguments.prefill.max_bs < 16384
+    assert f"more than {arguments.prefill.max_bs} tokens run eagerly" in caplog.text
+    chosen(memory=None, mode="auto")
+    resolution.set_buckets(arguments, nothing)
+    assert arguments.prefill.max_bs == 16384
+
+
+def test_the_footprint_of_true_widths_is_what_was_measured() -> None:
+    # SGLang's graphs of 512 to 8,192 rows held 3.5 GiB on one H200 (five buckets, eight layers).
+    sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
+    held = footprint.memory(sizes, 0).of([512, 1024, 2048, 4096, 8192])
+    assert held == pytest.approx(3.5 * 2**30, rel=0.15)
+
+
+def test_tensor_parallel_heads_and_experts_take_their_share() -> None:
+    alone = footprint.row_bytes(footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1))
+    eight = footprint.row_bytes(footprint.Sizes.of(GLM, attention_tp=8, moe_tp=8))
+    assert eight < alone / 2

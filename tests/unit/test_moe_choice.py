@@ -1,0 +1,143 @@
+"""--glm-moe: which path, why, and what is refused with which flag to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from glm_sglang import launch_defaults
+from glm_sglang.command_line import parse
+from glm_sglang.errors import UsageError
+from glm_sglang.moe import choice, refusals
+from glm_sglang.moe.facts import CAP_VARIABLE, Checkpoint, Facts
+from glm_sglang.tiny_model.shape import PRESETS, hf_config
+
+GLM = Checkpoint(hidden=6144, intermediate=2048, experts=256, top_k=8, block=(128, 128))
+
+
+def facts(capability: tuple[int, int] | None = (9, 0), **flags: Any) -> Facts:
+    return Facts(
+        platform="reference" if capability is None else "cuda",
+        capability=capability,
+        checkpoint=GLM,
+        flags={"tp_size": 8, "ep_size": 8, **flags},
+    )
+
+
+def test_a_node_of_eight_h200_is_accepted() -> None:
+    assert refusals.find(facts()) == []
+    assert refusals.find(facts(enable_prefill_cp=True, cp_strategy="interleave", attn_cp_size=8)) == []
+    assert refusals.find(facts(attn_dp_size=8)) == []
+    assert refusals.find(facts(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"tp_size": 1, "ep_size": 1}, "--tp-size"),
+        ({"ep_size": 4}, "--ep-size"),
+        ({"tp_size": 3, "ep_size": 3}, "n_routed_experts"),
+        ({"moe_dp_size": 2}, "--moe-dp-size"),
+        ({"nnodes": 2}, "--nnodes"),
+        ({"dtype": "float16"}, "--dtype"),
+        ({"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "--cp-strategy"),
+        ({"enable_prefill_cp": True, "attn_dp_size": 2}, "--attn-dp-size"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"enable_waterfill": True}, "--enable-waterfill"),
+        ({"enable_w4a4_mxfp4_megamoe": True}, "--enable-w4a4-mxfp4-megamoe"),
+        ({"elastic_ep_backend": "nixl"}, "--elastic-ep-backend"),
+        ({"ep_num_redundant_experts": 8}, "--ep-num-redundant-experts"),
+        ({"init_expert_location": "x.json"}, "--init-expert-location"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+    ],
+)
+def test_what_cannot_work_names_the_flag(flags: dict[str, Any], named: str) -> None:
+    found = refusals.find(facts(**flags))
+    assert [sentence for sentence in found if named in sentence], found
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"block": None}, "--model-path"),
+        ({"block": (64, 64)}, "[64, 64]"),
+        ({"hidden": 6000}, "hidden_size"),
+        ({"intermediate": 128}, "moe_intermediate_size"),
+        ({"top_k": 40}, "num_experts_per_tok"),
+    ],
+)
+def test_a_checkpoint_the_kernel_does_not_take(changed: dict[str, Any], named: str) -> None:
+    found = refusals.find(replace(facts(), checkpoint=replace(GLM, **changed)))
+    assert len(found) == 1
+    assert named in found[0]
+
+
+def test_gpus_and_caps() -> None:
+    assert "SM80" in refusals.find(facts((8, 0)))[0]
+    assert refusals.find(facts((10, 3))) == []
+    assert CAP_VARIABLE in refusals.find(replace(facts(), cap=64))[0]
+    assert refusals.find(replace(facts(None), cap=1)) == []
+
+
+def test_auto_takes_what_is_verified_and_says_why_not() -> None:
+    assert choice.verdict(facts(), asked=False).path == choice.MEGAMOE
+    for other, reason in (
+        (facts(ep_size=1), "--ep-size"),
+        (facts((10, 0)), "never measured"),
+        (facts(None), "reference platform"),
+        (facts(enable_eplb=True), "--enable-eplb"),
+    ):
+        decision = choice.verdict(other, asked=False)
+        assert decision.path == choice.STOCK
+        assert reason in decision.reason
+    assert "never measured" in choice.verdict(facts((10, 0)), asked=True).reason
+    with pytest.raises(UsageError, match="--enable-eplb"):
+        choice.verdict(facts(enable_eplb=True), asked=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_bytes(orjson.dumps(hf_config(PRESETS["gpu"], "fp8")))
+    return tmp_path
+
+
+def decide(folder: Path, moe: str, *argv: str) -> choice.Decision:
+    request = parse(["--model-path", str(folder), *argv])
+    return choice.decide(request, "reference", {"GLM_SGLANG_MOE": moe})
+
+
+def test_the_launcher_decides_and_fills_in(folder: Path) -> None:
+    assert decide(folder, "auto", "--tp", "2").path == "stock"
+    assert decide(folder, "auto", "--tp", "2", "--moe-a2a-backend", "megamoe").path == "megamoe"
+    assert decide(folder, "auto", "--tp", "2", "--moe-a2a-backend", "deepep").path == "stock"
+    decision = decide(folder, "megamoe", "--tp", "2")
+    request = parse(["--model-path", str(folder), "--tp", "2", "--glm-moe", "megamoe", "--glm-no-defaults"])
+    filled = {value.field: value.value for value in launch_defaults.fill(request, "reference", decision)}
+    assert filled == {"moe_a2a_backend": "megamoe", "disable_shared_experts_fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("moe", "argv", "message"),
+    [
+        ("stock", ["--moe-a2a-backend", "megamoe"], "--glm-moe megamoe"),
+        ("megamoe", ["--moe-a2a-backend", "deepep"], "leave one of them out"),
+        ("megamoe", [], "--tp-size is 1"),
+        ("megamoe", ["--tp", "two"], "--tp-size is 'two'"),
+    ],
+)
+def test_contradictions_are_refused(folder: Path, moe: str, argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        decide(folder, moe, *argv)
+
+
+def test_a_checkpoint_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert decide(tmp_path / "none", "auto").path == "stock"
+    with pytest.raises(UsageError, match="--model-path"):
+        decide(tmp_path / "none", "megamoe")
