@@ -1,0 +1,152 @@
+"""What `cache_soak` asks of a run: nothing wrong, nothing left behind, no long stall, and that it happened at all.
+
+A run in which nothing was evicted or given up has shown nothing, so what did not occur fails like what went wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Sample = Counter[str]  # one scrape of our metrics, by name and labels
+
+#: What a run must have met, or it is no soak: entries of its `counts`.
+EXERCISED = (
+    "requests",
+    "aborts_before_the_first_token",
+    "aborts_midway",
+    "aborts_asked",
+    "flushes",
+    "stalls_of_valkey",
+    "saved_pages",
+    "device_evicted_tokens",
+    "pool_evicted_pages",
+    "pages_loaded_to_device",
+    "hit_pages_pool",
+    "hit_pages_valkey",
+    "pages_checked",
+    "probes_cold",
+    "probes_cached",
+)
+
+#: Of `counts`, what has no place in a run, whatever Valkey does.
+FAULTS = ("failed_loads", "failed_copies", "failed_prefetches", "bad_values")
+
+#: Gauges that are 0 of a server that has nothing to do. Pinned bytes have a child for each holder of a pool's slot:
+#: `save` is one into which a page is being copied, `put` and `get` those on their way to Valkey and back, `wait` and
+#: `load` those held for requests.
+HELD = (
+    "cache_pinned_bytes",
+    "cache_offload_queue_pages",
+    "cache_save_queue_pages",
+    "cache_waiting_requests",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may grow between the end of the warm-up and the end, and the longest stall; None: reported only."""
+
+    memory_mib: float = 256.0
+    threads: int = 8
+    open_files: int = 16
+    valkey_connections: int = 4
+    stall_ms: float | None = 5.0
+
+
+def total(sample: Sample, name: str, **labels: str) -> float:
+    """Over a metric's children with these labels. 0.0 where there is none."""
+    return sum(
+        value
+        for key, value in sample.items()
+        if re.match(rf"{name}(\{{|$)", key) and all(f'{k}="{v}"' in key for k, v in labels.items())
+    )
+
+
+def grown(before: Sample, after: Sample, name: str, **labels: str) -> int:
+    """How much a counter grew, over its children with these labels."""
+    return round(total(after, name, **labels) - total(before, name, **labels))
+
+
+def at_most(before: Sample, after: Sample, name: str, share: float) -> float:
+    """Upper bound, in seconds, of the histogram's bucket that holds this share of what was observed between two scrapes;
+    0.0 where nothing was."""
+    counts: dict[float, float] = {}
+    for key, value in after.items():
+        if key.startswith(f"{name}_bucket"):
+            bound = float(re.findall(r'le="([^"]+)"', key)[0])  # "+Inf" too
+            counts[bound] = counts.get(bound, 0.0) + value - before[key]
+    observed = counts.get(math.inf, 0.0)
+    if not observed:
+        return 0.0
+    return next(bound for bound, count in sorted(counts.items()) if count >= share * observed)
+
+
+def stalls(before: Sample, after: Sample) -> dict[str, Any]:
+    """Milliseconds that a scheduling step spent in the cache between two scrapes, of steps that spent any.
+
+    `max` is exact where the longest step since the server's start lies between the two; else it, and always the
+    quantiles, are upper bounds of buckets.
+    """
+    found: dict[str, Any] = {"steps": grown(before, after, "scheduler_stall_seconds_count")}
+    for name, metric in (("", "scheduler_stall_seconds"), ("running_", "scheduler_stall_running_seconds")):
+        for quantile, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+            found[f"{name}{quantile}"] = _ms(at_most(before, after, metric, share))
+    longest = total(after, "scheduler_stall_max_seconds")
+    if found["steps"] and longest > total(before, "scheduler_stall_max_seconds"):
+        found["max"] = round(1e3 * longest, 3)
+    return found
+
+
+def _ms(seconds: float) -> float | None:
+    """None above the last bucket: JSON has no infinity."""
+    return None if math.isinf(seconds) else round(1e3 * seconds, 3)
+
+
+def left_behind(sample: Sample, requests: int, device_tokens: int) -> dict[str, float]:
+    """What an idle server still holds, by name; {} where it holds nothing."""
+    values: dict[str, float] = {"requests": requests, "device_tokens_in_use": device_tokens}
+    for key, value in sample.items():
+        if key.partition("{")[0] in HELD:
+            values[re.sub(r'(,?rank="[^"]*",?)', "", key).replace("{}", "")] = value
+    return {name: value for name, value in values.items() if value}
+
+
+def verdict(found: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """`failed`: each condition that does not hold, with its numbers. `not_exercised`: what did not happen. `passed`.
+
+    found: `counts`, `wrong_bytes` (pages), `probes_wrong`, `failed_requests`, `left_behind`, `growth` (of what `Limits`
+    bounds), `sglang_complaints` (log lines), `server_alive`, `stall_ms` (of `stalls`).
+    """
+    failed: list[str] = []
+    for name in ("wrong_bytes", "probes_wrong", "failed_requests"):
+        if found[name]:
+            failed.append(f"{name}: {found[name]}, allowed 0")
+    counts = found["counts"]
+    failed += [f"{name}: {counts[name]}, allowed 0" for name in FAULTS if counts.get(name)]
+    if counts.get("pages_checked", 0) < counts.get("pages_loaded_to_device", 0):
+        failed.append(
+            f"{counts['pages_loaded_to_device']} pages were loaded, {counts['pages_checked']} checked"
+        )
+    for name, value in found["left_behind"].items():
+        failed.append(f"leaks: {name} is {value:g} of an idle server")
+    for name in ("memory_mib", "threads", "open_files", "valkey_connections"):
+        bound = getattr(limits, name)
+        if found["growth"][name] > bound:
+            failed.append(
+                f"leaks: {name} grew by {found['growth'][name]:g} after the warm-up, allowed {bound:g}"
+            )
+    if found["sglang_complaints"]:
+        failed.append(f"leaks: SGLang's own check says {found['sglang_complaints'][0]!r}")
+    if not found["server_alive"]:
+        failed.append("the server ended")
+    longest = found["stall_ms"]["max"]
+    if limits.stall_ms is not None and (longest is None or longest > limits.stall_ms):
+        failed.append(f"stall_ms_max: {longest}, allowed {limits.stall_ms:g}")
+    missing = [name for name in EXERCISED if not counts.get(name)]
+    failed += [f"not exercised: {name}" for name in missing]
+    return {"passed": not failed, "failed": failed, "not_exercised": missing}
