@@ -32,6 +32,7 @@ POSITIONS = 163_840  # of the model: 128k tokens and a second turn
 QUEUES = 2
 TURNS = 3
 PUSHES = 3  # longest prompts that push everything else off the device (node_tokens)
+ANSWER_S = 90.0  # longest wait once an arm is warm: one that hangs must not take the others' time
 PAUSE_S = 1.0  # between two turns: a user reads
 SECOND = (
     "stock",
@@ -95,6 +96,7 @@ def prepare(
         for name, arm in arms.items():
             if went_well(arm, report, part, args.speed_seconds):
                 running[name] = arm
+                arm.client.timeout = ANSWER_S
             else:
                 arm.server.stop()
         done = [measure(running, args, report) for measure in MEASURES[part]]
@@ -130,7 +132,15 @@ def queue(arm: Arm, prompts: Sequence[Sequence[int]]) -> float:
         return time.perf_counter() - began
 
 
-def cold(running: Mapping[str, Arm], args: argparse.Namespace, report: Report) -> bool:
+def lose(running: dict[str, Arm], name: str, error: httpx.HTTPError, report: Report) -> None:
+    """An arm that died or hangs is ended and named; what the others have been asked, and will be, still counts."""
+    arm = running.pop(name)
+    report.say(f"{name} is lost: {error!r}")
+    report.put(**{f"node_{name}_failed": [f"lost while it was measured: {error!r}"[:300]]})
+    arm.server.stop()
+
+
+def cold(running: dict[str, Arm], args: argparse.Namespace, report: Report) -> bool:
     """Prompts that share nothing: one alone, and as many at once as fill seconds. False where time ran out."""
     queued = (REFERENCE if args.reference else GPU).queued
     rows: list[dict[str, Any]] = []
@@ -139,20 +149,27 @@ def cold(running: Mapping[str, Arm], args: argparse.Namespace, report: Report) -
         rates: dict[str, list[float]] = {name: [] for name in running}
         for turn in range(args.discard + args.repeat):
             ids = tokens(length, 1000 + turn)
-            for name, arm in running.items():
+            for name, arm in list(running.items()):
                 if not report.left():
                     return False
-                seconds = prefill(arm, ids)
+                try:
+                    seconds = prefill(arm, ids)
+                except httpx.HTTPError as error:
+                    lose(running, name, error, report)
+                    continue
                 if turn >= args.discard:
                     lone[name].append(seconds)
         count = max(3, queued * args.ranks // length)
         for turn in range(QUEUES):
             prompts = [tokens(length, 2000 + turn * count + i) for i in range(count)]
-            for name, arm in running.items():
+            for name, arm in list(running.items()):
                 if not report.left():
                     return False
-                rates[name].append(count * length / queue(arm, prompts))
-        rows.append(cold_row(length, lone, rates))
+                try:
+                    rates[name].append(count * length / queue(arm, prompts))
+                except httpx.HTTPError as error:
+                    lose(running, name, error, report)
+        rows.append(cold_row(length, {name: lone[name] for name in running}, rates))
         report.say(json.dumps(rows[-1]))
         report.put(cold=rows, roof=roofs(args, rows))
     return True
@@ -200,7 +217,7 @@ def roof_rows(
     return found
 
 
-def second_turns(running: Mapping[str, Arm], args: argparse.Namespace, report: Report) -> bool:
+def second_turns(running: dict[str, Arm], args: argparse.Namespace, report: Report) -> bool:
     """A prompt again with new tokens behind it, after the device has lost it. False where time ran out."""
     new = (REFERENCE if args.reference else GPU).turn
     rows: list[dict[str, Any]] = []
@@ -210,14 +227,18 @@ def second_turns(running: Mapping[str, Arm], args: argparse.Namespace, report: R
             seed = 10_000 * (at + 1) + 100 * turn
             base, behind = tokens(length, seed), tokens(new, seed + 1)
             pushes = [tokens(max(args.lengths), seed + 2 + i) for i in range(PUSHES)]
-            for name, found in answers.items():
+            for name, found in list(answers.items()):
                 if not report.left():
                     return False
-                prefill(running[name], base)
-                time.sleep(PAUSE_S)
-                for push in pushes:
-                    prefill(running[name], push)
-                found.append(ask(running[name], [*base, *behind]))
+                try:
+                    prefill(running[name], base)
+                    time.sleep(PAUSE_S)
+                    for push in pushes:
+                        prefill(running[name], push)
+                    found.append(ask(running[name], [*base, *behind]))
+                except httpx.HTTPError as error:
+                    lose(running, name, error, report)
+                    del answers[name]
         rows.append(turn_row(length, new, answers))
         report.say(json.dumps(rows[-1]))
         report.put(second_turn=rows)
@@ -237,7 +258,7 @@ def turn_row(length: int, new: int, answers: Mapping[str, Sequence[tuple[float, 
     return row
 
 
-def exposed(running: Mapping[str, Arm], args: argparse.Namespace, report: Report) -> bool:
+def exposed(running: dict[str, Arm], args: argparse.Namespace, report: Report) -> bool:
     """One traced prompt of each length at each arm. False where one failed or time ran out."""
     rows: list[dict[str, Any]] = []
     right = True
@@ -326,5 +347,5 @@ def forget(arm: Arm, within_s: float = 60.0) -> None:
     raise TimeoutError(f"{arm.name}: pages still on their way to Valkey after {within_s:.0f} s")
 
 
-Measure = Callable[[Mapping[str, Arm], argparse.Namespace, Report], bool]
+Measure = Callable[[dict[str, Arm], argparse.Namespace, Report], bool]
 MEASURES: dict[str, tuple[Measure, ...]] = {"node": (cold, second_turns), "exposed": (exposed,)}

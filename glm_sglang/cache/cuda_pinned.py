@@ -53,8 +53,8 @@ class CudaPinner:
 
     def begin(self) -> str:
         """Binds the calling thread; where its memory will be, for the log."""
+        torch.cuda.set_device(self._device)  # first: a new thread's is GPU 0
         leave_captures_alone(self._runtime)
-        torch.cuda.set_device(self._device)
         error, name = self._runtime.cudaDeviceGetPCIBusId(32, torch.cuda.current_device())
         if error.value:
             raise RuntimeError(f"cudaDeviceGetPCIBusId: {error.name}")

@@ -124,6 +124,8 @@ class CudaRuntime:
 
     def begin_thread(self) -> None:
         if not getattr(self._threads, "begun", False):
+            # First: a new thread's device is GPU 0, on which the calls that follow would make a context.
+            self._cuda.set_device(self.device)
             leave_captures_alone(self._bindings)
             self._threads.begun = True
 

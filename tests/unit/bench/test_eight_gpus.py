@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -10,14 +11,17 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from glm_kernels.mega_moe.limits import Arch, check_shape
 from node_series import series
+from packaging.requirements import Requirement
 
 from benchmarks import _moe_servers, _node, gpu_idle, moe_layer, moe_server
 from benchmarks._gpu_trace import Interval, Step
@@ -326,6 +330,60 @@ def test_a_failed_stage_is_named_and_only_it_is_measured_again(tmp_path: Path) -
     kept = {path.name for path in (out / "eight_gpus").iterdir()} - {"same.failed.json"}
     assert kept == {"layer_ep2.json", "node.json", "exposed.json", "same.json"}
     assert "exposed" in json.loads((out / "eight_gpus.json").read_text())
+
+
+def test_the_metadata_for_a_bare_machine_is_the_installed_one(tmp_path: Path) -> None:
+    """Without its pins no server starts. The script's own program, in a Python that sees no package."""
+    program = SCRIPT.read_text().partition("<<'P'\nimport importlib.metadata")[2].partition("\nP\n")[0]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-", str(tmp_path), "2"],
+        cwd=ROOT,
+        input="import importlib.metadata" + program,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "not installed: torch" in done.stderr
+    (written,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    installed = importlib.metadata.distribution("glm-sglang")
+    assert set(map(Requirement, written.requires or [])) == set(map(Requirement, installed.requires or []))
+    assert written.version == installed.version
+    assert {(p.group, p.name, p.value) for p in written.entry_points} == {
+        (p.group, p.name, p.value) for p in installed.entry_points
+    }
+
+
+def test_an_arm_that_dies_or_hangs_is_lost_alone() -> None:
+    """One dies at the second length, the other hangs there in the queue; stock's figures and the first length stay."""
+    args = Namespace(lengths=(300, 40), discard=0, repeat=2, ranks=2, reference=True)
+    ended: list[str] = []
+
+    class Ends:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def stop(self) -> None:
+            ended.append(self.name)
+
+    def arm(name: str, error: type[httpx.TransportError] | None, seed: int) -> _moe_servers.Arm:
+        fatal = [_moe_servers.tokens(40, seed)]
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            if error is not None and json.loads(request.content)["input_ids"] in fatal:
+                raise error(name)
+            return httpx.Response(200, json={"meta_info": {"cached_tokens": 0}})
+
+        client = httpx.Client(base_url="http://arm", transport=httpx.MockTransport(answer))
+        return _moe_servers.Arm(name, Ends(name), client, 0.0, Future())  # type: ignore[arg-type]
+
+    arms = [arm("stock", None, 0), arm("graphs", httpx.ReadError, 1000), arm("all", httpx.ReadTimeout, 2000)]
+    running = {one.name: one for one in arms}
+    report = _moe_servers.Report(None, 60.0)
+    assert _node.cold(running, args, report)
+    assert [list(row["arms"]) for row in report.result["cold"]] == [["stock", "graphs", "all"], ["stock"]]
+    assert (list(running), ended) == (["stock"], ["graphs", "all"])
+    assert {"node_graphs_failed", "node_all_failed"} <= report.result.keys()
 
 
 def test_answers_from_a_cache_that_had_no_hit_prove_nothing() -> None:
