@@ -24,7 +24,7 @@ Abort = Literal["before_the_first_token", "midway", "asked"]
 ABORTS: tuple[Abort, ...] = ("before_the_first_token", "midway", "asked")
 TURNS = 3
 ANSWER = 4  # tokens; few, so that prefill is most of the work
-LONG_ANSWER = 64  # of a request that is to be given up after its first token
+LONG_ANSWER = 64  # of a request that may be given up after its first token
 CANDIDATES = 12
 
 
@@ -145,7 +145,7 @@ class Client:
         self, http: httpx.AsyncClient, ids: list[int], rid: str, how: Abort | None, rng: random.Random
     ) -> list[int] | None:
         """Its answer; None where it was given up. ValueError for an answer that is none."""
-        tokens = LONG_ANSWER if how == "midway" else ANSWER
+        tokens = LONG_ANSWER if how in ("midway", "asked") else ANSWER
         patience = rng.uniform(0.0, 1.5 * self._first_token) if how else 0.0
         last: dict[str, Any] = {}
         stopper = asyncio.create_task(self._ask_to_abort(http, rid, patience)) if how == "asked" else None

@@ -55,7 +55,11 @@ _COMPLAINT = re.compile(r".*(?:[Ll]eak [Dd]etected|double free|use-after-free|Wa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is unlike on a GPU and in miniature. device_tokens: of KV. valkey: its `maxmemory`."""
+    """What is unlike on a GPU and in miniature.
+
+    device_tokens: of KV. valkey: its `maxmemory`. stall_s: of every period_s; longer than an operation's timeout and than
+    a request is held back by default, 2 s each, so that both are met.
+    """
 
     sizes: Sizes
     limits: Limits
@@ -95,11 +99,11 @@ REFERENCE = Setting(
     limits=Limits(memory_mib=128.0, stall_ms=None),
     device_tokens=4096,
     chunk=512,
-    pool_gb=0.02,
+    pool_gb=0.04,
     valkey="1gb",
     round_s=8.0,
-    stall_s=1.5,
-    period_s=6.0,
+    stall_s=2.5,
+    period_s=8.0,
 )
 
 

@@ -1,0 +1,128 @@
+"""What `benchmarks.cache_soak` lets pass and what it does not, and how it reads a server's metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks import _soak_judge as judge
+from benchmarks import _soak_load as load
+
+RUNS_IN_ORDER: dict[str, Any] = {
+    "wrong_bytes": 0,
+    "probes_wrong": 0,
+    "failed_requests": 0,
+    "left_behind": {},
+    "growth": {"memory_mib": 256.0, "threads": 8, "open_files": 16, "valkey_connections": 4},
+    "sglang_complaints": [],
+    "server_alive": True,
+    "stall_ms": {"max": 5.0},
+    "counts": dict.fromkeys(judge.EXERCISED, 1),
+}
+
+
+def judged(**changes: Any) -> list[str]:
+    found = judge.verdict({**RUNS_IN_ORDER, **changes}, judge.Limits())
+    assert found["passed"] is not bool(found["failed"])
+    return list(found["failed"])
+
+
+def counts(**changes: int) -> dict[str, int]:
+    return {**RUNS_IN_ORDER["counts"], **changes}
+
+
+def test_a_run_at_every_bound_passes() -> None:
+    assert judged() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"wrong_bytes": 1}, "wrong_bytes: 1"),
+        ({"probes_wrong": 1}, "probes_wrong: 1"),
+        ({"failed_requests": 2}, "failed_requests: 2"),
+        ({"left_behind": {'cache_pinned_bytes{owner="load"}': 4096.0}}, 'owner="load"} is 4096'),
+        ({"left_behind": {"device_tokens_in_use": 64}}, "device_tokens_in_use is 64"),
+        ({"growth": {**RUNS_IN_ORDER["growth"], "memory_mib": 256.1}}, "memory_mib grew by 256.1"),
+        ({"growth": {**RUNS_IN_ORDER["growth"], "threads": 9}}, "threads grew by 9"),
+        ({"growth": {**RUNS_IN_ORDER["growth"], "open_files": 17}}, "open_files grew by 17"),
+        ({"growth": {**RUNS_IN_ORDER["growth"], "valkey_connections": 5}}, "valkey_connections grew by 5"),
+        ({"sglang_complaints": ["pool memory leak detected!"]}, "pool memory leak detected!"),
+        ({"server_alive": False}, "the server ended"),
+        ({"stall_ms": {"max": 5.001}}, "stall_ms_max: 5.001"),
+        ({"stall_ms": {"max": None}}, "stall_ms_max: None"),
+        ({"counts": counts(failed_loads=1)}, "failed_loads: 1"),
+        ({"counts": counts(bad_values=1)}, "bad_values: 1"),
+        ({"counts": counts(pages_loaded_to_device=9, pages_checked=8)}, "9 pages were loaded, 8 checked"),
+    ],
+)
+def test_each_fault_alone_fails(changes: dict[str, Any], said: str) -> None:
+    (reason,) = judged(**changes)
+    assert said in reason
+
+
+@pytest.mark.parametrize("name", judge.EXERCISED)
+def test_what_did_not_happen_fails(name: str) -> None:
+    reasons = judged(counts=counts(**{name: 0}))
+    assert f"not exercised: {name}" in reasons
+    absent = {key: value for key, value in counts().items() if key != name}
+    assert f"not exercised: {name}" in judged(counts=absent)
+
+
+def test_without_a_bound_stalls_are_reported_only() -> None:
+    run = {**RUNS_IN_ORDER, "stall_ms": {"max": 80.0}}
+    assert judge.verdict(run, judge.Limits(stall_ms=None))["passed"]
+
+
+def test_whatever_an_idle_server_holds_is_left_behind() -> None:
+    idle: Counter[str] = Counter(
+        {
+            'cache_pinned_bytes{owner="load",rank="0"}': 0,
+            'cache_save_queue_pages{rank="0"}': 0,
+            'cache_pool_bytes{rank="0",state="resident"}': 8192,  # a cache holds pages
+            'cache_evicted_pages_total{rank="0"}': 3,
+        }
+    )
+    assert judge.left_behind(idle, 0, 0) == {}
+    idle['cache_pinned_bytes{owner="load",rank="0"}'] = 4096
+    idle['cache_save_queue_pages{rank="0"}'] = 1
+    assert judge.left_behind(idle, 1, 64) == {
+        "requests": 1,
+        "device_tokens_in_use": 64,
+        'cache_pinned_bytes{owner="load"}': 4096,
+        "cache_save_queue_pages": 1,
+    }
+
+
+def scrape(longest: float, *cumulative: tuple[str, int]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for bound, count in cumulative:
+        found[f'scheduler_stall_seconds_bucket{{le="{bound}",rank="0"}}'] = count
+        found['scheduler_stall_seconds_count{rank="0"}'] = count
+    found['scheduler_stall_max_seconds{rank="0"}'] = longest  # type: ignore[assignment]
+    return found
+
+
+def test_the_longest_stall_of_the_load_alone() -> None:
+    """Exact where the server's longest ever lies in the load; else the bound of the last bucket that grew."""
+    before = scrape(0.5, ("0.001", 10), ("0.005", 10), ("+Inf", 12))
+    after = scrape(0.5, ("0.001", 108), ("0.005", 110), ("+Inf", 112))
+    found = judge.stalls(before, after)
+    assert (found["steps"], found["p50"], found["p99"], found["max"]) == (100, 1.0, 5.0, 5.0)
+    after = scrape(0.625, ("0.001", 108), ("0.005", 110), ("+Inf", 113))
+    assert judge.stalls(before, after)["max"] == 625.0
+    after = scrape(0.5, ("0.001", 108), ("0.005", 110), ("+Inf", 113))  # above all buckets, below the longest
+    assert judge.stalls(before, after)["max"] is None
+
+
+def test_a_probe_whose_tokens_differ_is_wrong() -> None:
+    sizes = load.Sizes(shortest=1, longest=2, tail=1, probe=1, clients=1, live=1, probe_every=1.0)
+    client = load.Client("http://nowhere", sizes, seed=0)
+    client.expected = load.Probe((5, 6), (-0.5, -1.0), 0.1, 0)
+    client.note(load.Probe((5, 6), (-0.5, -1.25), 0.1, 64))
+    assert (client.largest_difference, client.wrong_probes) == (0.25, [])
+    client.note(load.Probe((5, 7), (-0.5, -1.0), 0.1, 0))
+    assert [wrong["tokens"] for wrong in client.wrong_probes] == [(5, 7)]
+    assert (client.counts["probes_cached"], client.counts["probes_cold"]) == (1, 1)
