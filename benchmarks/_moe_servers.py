@@ -6,7 +6,6 @@ import argparse
 import json
 import random
 import re
-import socket
 import sys
 import threading
 import time
@@ -19,9 +18,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.ab.ports import quiet_port
 from benchmarks.ablation.arms import CHANGES
 from glm_sglang.prefill_graph import buckets
-from glm_sglang.serving import Server, ServerError, free_port
+from glm_sglang.serving import Server, ServerError
 
 CAP = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
@@ -184,22 +184,6 @@ def launch(
         arm.done = pool.submit(_begin, arm, report, part, first)
         time.sleep(args.stagger)
     return arms
-
-
-def quiet_port(span: int = 10_000) -> int:
-    """A free port below those that the kernel hands out by itself, of which it may give any away before a server, a
-    minute after it was started, binds its own. Any free one where there are no such ports.
-    """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.Random().sample(range(first - span, first), span // 10) if first > 2 * span else ():
-        with socket.socket() as probe:
-            if port not in _given and probe.connect_ex(("127.0.0.1", port)) != 0:
-                _given.add(port)
-                return port
-    return free_port()
-
-
-_given: set[int] = set()
 
 
 class _Waiters(ThreadPoolExecutor):

@@ -1,4 +1,7 @@
-"""The comparison itself: warm-up, then rounds in which every endpoint is asked the same, in alternating order."""
+"""The comparison itself: warm-up, then rounds in which every endpoint is asked the same, in alternating order.
+
+Several cases (plans) on the same running endpoints take turns: a block of each, then the next block of each.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import asyncio
 import itertools
 import secrets
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +23,7 @@ from benchmarks.ab.endpoints import refuse_shared_caches
 from benchmarks.ab.load import Point, Round, run_round
 from benchmarks.ab.progress import Board
 from benchmarks.ab.running import Between, Endpoint, EndpointError, hold
+from benchmarks.ab.starting import FAILURES, Starting, each, judge, say, started
 from benchmarks.workloads import Load, Workload
 from benchmarks.workloads.text import BYTES_PER_TOKEN, Text
 
@@ -99,13 +103,18 @@ def discipline(plan: Plan, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 class Comparison:
-    """Runs a plan. What an earlier run left in the output file is not asked again."""
+    """Runs a plan, by itself or in turns with others (`Cases`). What an earlier run left in the output file is not asked
+    again. `case`: what the plan is called, where there are several.
+    """
 
-    def __init__(self, plan: Plan, endpoints: Sequence[Endpoint], quiet: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, endpoints: Sequence[Endpoint], quiet: bool = False, case: str = ""
+    ) -> None:
         self.plan = plan
         self.endpoints = list(endpoints)
-        total = len(endpoints) * plan.rounds * len(plan.points)
-        self.board = Board([endpoint.spec.name for endpoint in endpoints], total, quiet)
+        self.case = case
+        self.total = len(endpoints) * plan.rounds * len(plan.points)
+        self.board = Board([endpoint.spec.name for endpoint in endpoints], self.total, quiet)
         self._warmed: set[tuple[str, str]] = set()
         self._texts: dict[str, str] = {}
 
@@ -135,7 +144,8 @@ class Comparison:
             for number in range(self.plan.rounds)
         ]
 
-    def _done(self) -> dict[str, dict[str, Any]]:
+    def done(self) -> dict[str, dict[str, Any]]:
+        """What the output file holds, by fingerprint; a round that was begun keeps its texts."""
         done = {r["glm_ab"]["fingerprint"]: r for r in records.read(self.plan.output)}
         self._texts |= {r["glm_ab"]["asked"]: r["glm_ab"]["texts"] for r in done.values()}
         return done
@@ -144,7 +154,7 @@ class Comparison:
         """The endpoints that an earlier run left something to ask of; what the others said of themselves is read
         back from the records.
         """
-        done, found = self._done(), []
+        done, found = self.done(), []
         for endpoint in self.endpoints:
             marks = [
                 self.mark(endpoint, point, n) for point in self.plan.points for n in range(self.plan.rounds)
@@ -157,23 +167,9 @@ class Comparison:
 
     def run(self) -> list[dict[str, Any]]:
         """All records of the plan, old ones and new. Raises EndpointError, ServerError, RuntimeError."""
-        marks = self.marks()
-        done = self._done()
-        if old := sum(mark in done for mark in marks):
-            where = self.plan.output
-            print(
-                f"{old} of {len(marks)} rounds are in {where}; remove it to measure them anew",
-                file=sys.stderr,
-            )
-        with self.board.shown():
-            for index, cells in enumerate(blocks(self.plan)):
-                loads: dict[tuple[Point, int], Load] = {}
-                for position, endpoint in enumerate(self._order(index)):
-                    for point, number in cells:
-                        self._round(endpoint, point, number, position, done, loads)
-        return [done[mark] for mark in marks]
+        return Cases({self.case: self}).run()[self.case]
 
-    def _order(self, index: int) -> list[Endpoint]:
+    def order(self, index: int) -> list[Endpoint]:
         """Who is asked when in a block. Endpoints that must be started each time turn round instead of rotating:
         the last of a block is the first of the next, and needs no start.
         """
@@ -182,7 +178,7 @@ class Comparison:
         turn = index % len(self.endpoints)
         return self.endpoints[turn:] + self.endpoints[:turn]
 
-    def _round(
+    def ask(
         self,
         endpoint: Endpoint,
         point: Point,
@@ -191,6 +187,7 @@ class Comparison:
         done: dict[str, dict[str, Any]],
         loads: dict[tuple[Point, int], Load],
     ) -> None:
+        """One round at one endpoint, unless it is `done`, where its record goes. `position`: who was asked before."""
         mark = self.mark(endpoint, point, number)
         name = endpoint.spec.name
         if mark in done:
@@ -211,9 +208,10 @@ class Comparison:
 
     def _ask(self, endpoint: Endpoint, load: Load, point: Point, number: int) -> Round:
         name = endpoint.spec.name
-        what = f"{point}, round {number + 1} of {self.plan.rounds}"
+        named = f"{self.case}, " if self.case else ""
+        what = f"{named}{point}, round {number + 1} of {self.plan.rounds}"
         self.board.begin(name, what, sum(len(session.turns) for session in load.sessions))
-        self._warm(endpoint, point, number)
+        self.warm(endpoint, point, number)
         endpoint.flush()
 
         async def work() -> Round:
@@ -226,9 +224,9 @@ class Comparison:
     def _client(self, endpoint: Endpoint) -> Client:
         return Client(endpoint.url, endpoint.model, continuous_usage=self.plan.continuous_usage)
 
-    def _warm(self, endpoint: Endpoint, point: Point, number: int) -> None:
+    def warm(self, endpoint: Endpoint, point: Point, number: int) -> None:
         """Asks sessions that don't count, as many at once as the round will: more after a start than before another
-        round.
+        round. Raises EndpointError when none is answered.
         """
         started = (endpoint.spec.name, endpoint.url)
         wanted = self.plan.round_warm_up if started in self._warmed else self.plan.warm_up
@@ -250,6 +248,94 @@ class Comparison:
             )
 
 
+class Cases:
+    """Several comparisons of the same endpoints in turns, so that each has some rounds whenever the time is over.
+
+    left: whether there is time to begin a block; one that has begun is asked of every endpoint. note: is told after
+    every block what there is so far, by case. fails: is told of an endpoint that cannot be asked; where it returns, the
+    others go on without.
+    """
+
+    def __init__(
+        self,
+        comparisons: Mapping[str, Comparison],
+        left: Callable[[], bool] = lambda: True,
+        note: Callable[[dict[str, list[dict[str, Any]]]], None] = lambda records: None,
+        fails: Callable[[Endpoint, Exception], None] | None = None,
+    ) -> None:
+        self.comparisons = dict(comparisons)
+        self.left = left
+        self.note = note
+        self.fails = fails
+
+    def turns(self) -> Iterator[tuple[int, list[tuple[Comparison, list[tuple[Point, int]]]]]]:
+        """What is asked of an endpoint before the next one's turn, in order: one case's block; of endpoints that are
+        started each time every case's.
+        """
+        rows = [[(one, cells) for cells in blocks(one.plan)] for one in self.comparisons.values()]
+        for index, turn in enumerate(itertools.zip_longest(*rows)):
+            cases = [case for case in turn if case is not None]
+            if any(one.plan.between == "ended" for one, _ in cases):
+                yield index, cases
+            else:
+                yield from ((index, [case]) for case in cases)
+
+    def run(self) -> dict[str, list[dict[str, Any]]]:
+        """All records by case, old ones and new. Raises EndpointError, ServerError, RuntimeError."""
+        comparisons = self.comparisons.values()
+        done: dict[str, dict[str, Any]] = {}
+        for one in comparisons:
+            done |= one.done()
+        marks = [mark for one in comparisons for mark in one.marks()]
+        if old := sum(mark in done for mark in marks):
+            where = next(iter(comparisons)).plan.output
+            print(
+                f"{old} of {len(marks)} rounds are in {where}; remove it to measure them anew",
+                file=sys.stderr,
+            )
+        with next(iter(comparisons)).board.shown():
+            for index, turn in self.turns():
+                self._turn(index, turn, done)
+        return self._records(done)
+
+    def _turn(
+        self,
+        index: int,
+        turn: Sequence[tuple[Comparison, list[tuple[Point, int]]]],
+        done: dict[str, dict[str, Any]],
+    ) -> None:
+        endpoints = turn[0][0].order(index)
+        asked = [one.mark(endpoint, *cell) for one, cells in turn for cell in cells for endpoint in endpoints]
+        if not set(asked) <= done.keys() and not self.left():
+            return
+        loads: list[dict[tuple[Point, int], Load]] = [{} for _ in turn]
+        for position, endpoint in enumerate(endpoints):
+            try:
+                for (one, cells), load in zip(turn, loads, strict=True):
+                    for point, number in cells:
+                        one.ask(endpoint, point, number, position, done, load)
+            except FAILURES as error:
+                if self.fails is None:
+                    raise
+                self.fails(endpoint, error)
+                for one in self.comparisons.values():
+                    one.endpoints = [other for other in one.endpoints if other is not endpoint]
+        self.note(self._records(done))
+
+    def _records(self, done: Mapping[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+        found = {name: one.marks() for name, one in self.comparisons.items()}
+        return {name: [done[mark] for mark in marks if mark in done] for name, marks in found.items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison of several cases came to. left_out: endpoints that did not start, and why."""
+
+    plans: dict[str, Plan]
+    records: dict[str, list[dict[str, Any]]]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
 def compare(
     endpoints: Sequence[Endpoint],
     bytes_per_token: float | None,
@@ -257,37 +343,88 @@ def compare(
     make: Callable[[float], Plan],
     between: Between,
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """Starts the endpoints that are still needed, runs the plan, stops them.
+    """`compare_cases` of one plan, the endpoints started one after the other."""
+    found = compare_cases(endpoints, bytes_per_token, files, {"": make}, Starting(between))
+    return found.plans[""], found.records[""]
 
-    `make` gets the bytes of a token, which the first endpoint is asked for where they are not given. Raises
-    EndpointError, ServerError, RuntimeError, SpecError.
+
+def compare_cases(
+    endpoints: Sequence[Endpoint],
+    bytes_per_token: float | None,
+    files: Sequence[str],
+    makes: Mapping[str, Callable[[float], Plan]],
+    starting: Starting,
+    left: Callable[[], bool] = lambda: True,
+    note: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
+    """Starts the endpoints that are still needed, runs the plans in turns, stops them.
+
+    `makes` get the bytes of a token, which an endpoint is asked for where they are not given. left, note: see `Cases`.
+    Raises EndpointError, ServerError, RuntimeError, SpecError.
     """
     refuse_shared_caches([endpoint.spec for endpoint in endpoints])
+    starting.check([endpoint.spec for endpoint in endpoints])
     needed = list(endpoints)
     if bytes_per_token:
-        needed = Comparison(make(bytes_per_token), endpoints, quiet=True).unfinished()
+        planned = [Comparison(make(bytes_per_token), endpoints, quiet=True) for make in makes.values()]
+        wanted = [endpoint for one in planned for endpoint in one.unfinished()]
+        needed = [endpoint for endpoint in endpoints if endpoint in wanted]
     with ExitStack() as stack:
-        started(needed, stack, between, lambda text: print(text, file=sys.stderr, flush=True))
-        hold(needed[0] if needed else None, needed, between)
-        plan = make(bytes_per_token or calibrate(endpoints[0], files))
-        for endpoint in endpoints:
+        left_out = started(needed, stack, starting)
+        judge(left_out, endpoints, starting.baseline)
+        running = [endpoint for endpoint in needed if endpoint.spec.name not in left_out]
+        size = bytes_per_token or calibrate(running[0], files)
+        plans = {name: make(size) for name, make in makes.items()}
+        for plan, endpoint in itertools.product(plans.values(), running):
             if endpoint.context and plan.workload.largest_prompt() > endpoint.context:
                 raise EndpointError(
                     f"{endpoint.spec.name} takes requests of {endpoint.context} tokens; --workload "
                     f"{plan.workload.name} has some of {plan.workload.largest_prompt()}: make them shorter"
                 )
-        return plan, Comparison(plan, endpoints).run()
+        kept = [endpoint for endpoint in endpoints if endpoint.spec.name not in left_out]
+        comparisons = {name: Comparison(plan, kept, case=name) for name, plan in plans.items()}
+        if starting.together:
+            left_out |= warm_together(list(comparisons.values()), running)
+            judge(left_out, endpoints, starting.baseline)
+            kept = [endpoint for endpoint in kept if endpoint.spec.name not in left_out]
+            for one in comparisons.values():
+                one.endpoints = kept
+        one_board(list(comparisons.values()))
+
+        def fails(endpoint: Endpoint, error: Exception) -> None:
+            left_out[endpoint.spec.name] = str(error) or type(error).__name__
+            judge(left_out, endpoints, starting.baseline)
+            say(f"{endpoint.spec.name} is left out: {error}")
+            endpoint.stop()
+
+        records = Cases(
+            comparisons,
+            left,
+            lambda found: note(Outcome(plans, found, left_out)),
+            fails if starting.together else None,
+        ).run()
+        return Outcome(plans, records, left_out)
 
 
-def started(
-    endpoints: Sequence[Endpoint], stack: ExitStack, between: Between, say: Callable[[str], None]
-) -> None:
-    """Starts all, one after the other, each paused before the next; of ended ones only the first. The stack stops
-    them.
+def one_board(comparisons: Sequence[Comparison]) -> None:
+    """One board that counts the rounds of all."""
+    names = [endpoint.spec.name for endpoint in comparisons[0].endpoints]
+    rounds = sum(one.plan.rounds * len(one.plan.points) for one in comparisons)
+    board = Board(names, len(names) * rounds)
+    for one in comparisons:
+        one.board = board
+
+
+def warm_together(comparisons: Sequence[Comparison], endpoints: Sequence[Endpoint]) -> dict[str, str]:
+    """The warm-up after a start, of all endpoints at once: first requests compile kernels, for minutes where there
+    are none yet. Returns those that failed, which are stopped, and why.
     """
-    for endpoint in endpoints:
-        stack.callback(endpoint.stop)
-    for endpoint in endpoints if between != "ended" else endpoints[:1]:
-        say(f"starting {endpoint.spec.name}")
-        hold(None, endpoints, between)
-        endpoint.start(lambda name, seconds, line: say(f"{name} {seconds:4.0f} s  {line[:100]}"))
+
+    def warm(endpoint: Endpoint) -> None:
+        endpoint.resume()
+        for one in comparisons:
+            for point in one.plan.points:
+                one.warm(endpoint, point, 0)
+        say(f"{endpoint.spec.name} is warm")
+
+    return each(endpoints, warm)

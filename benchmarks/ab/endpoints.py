@@ -35,6 +35,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.ab.ports import quiet_port
 from glm_sglang import settings
 
 _PLACE = re.compile(r"\{([a-z_]+)(?::([\w-]+))?\}")
@@ -49,7 +50,10 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Spec:
-    """One endpoint as described. Either `url`, or `processes` (name → command, the asked one last)."""
+    """One endpoint as described. Either `url`, or `processes` (name → command, the asked one last).
+
+    shared: processes of all endpoints that name the same command, started once; `processes` and `flush` may name them.
+    """
 
     name: str
     url: str = ""
@@ -59,12 +63,14 @@ class Spec:
     ready: str | Mapping[str, str] = "/health"  # of all processes, or by name
     flush: tuple[str, ...] | None = ()  # (): the asked one; None: no way to
     flush_path: str = "/flush_cache"
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """For the record: what would be typed."""
         if self.url:
             return {"url": self.url}
-        return {"processes": dict(self.processes), "env": dict(self.env)}
+        shared = {"shared": dict(self.shared)} if self.shared else {}
+        return {"processes": dict(self.processes), "env": dict(self.env), **shared}
 
     def ready_path(self, process: str) -> str:
         """The path that answers 200 once this process serves."""
@@ -183,18 +189,16 @@ def _places(url: str) -> set[object]:
 
 
 class Ports:
-    """Gives every name one free port, and the processes their command lines."""
+    """Gives every name one free port, and the processes their command lines. `taken`: ports of processes that run."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", taken: Mapping[str, int] | None = None) -> None:
         self.host = host
-        self.ports: dict[str, int] = {}
+        self.ports: dict[str, int] = dict(taken or {})
 
     def of(self, name: str) -> int:
         """The port of this name."""
-        from glm_sglang.serving import free_port
-
         if name not in self.ports:
-            self.ports[name] = free_port(self.host)
+            self.ports[name] = quiet_port()
         return self.ports[name]
 
     def argv(self, process: str, command: str) -> list[str]:

@@ -31,10 +31,18 @@ class EndpointError(RuntimeError):
 class Endpoint:
     """One endpoint of a comparison. Owns the processes that it starts."""
 
-    def __init__(self, spec: Spec, logs: Path | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        logs: Path | None = None,
+        host: str = "127.0.0.1",
+        ready_timeout_s: float = 1800.0,
+    ) -> None:
         self.spec = spec
         self.host = host
         self.logs = logs
+        self.ready_timeout_s = ready_timeout_s
+        self.shared: dict[str, Process] = {}  # of spec.shared, which others own
         self.processes: dict[str, Process] = {}
         self.url = spec.url
         self.model = spec.model
@@ -43,8 +51,30 @@ class Endpoint:
 
     def start(self, progress: Callable[[str, float, str], None] | None = None) -> None:
         """Returns when it answers. Raises ServerError or EndpointError."""
+        self.launch(progress)
+        self.wait()
+
+    def launch(self, progress: Callable[[str, float, str], None] | None = None) -> None:
+        """Starts its processes, where it has none yet, and does not wait for them. Raises ServerError."""
         if self.spec.processes and not self.processes:
-            self._start_processes(progress)
+            self._make_processes(progress)
+            try:
+                for process in self.processes.values():
+                    process.start()
+            except BaseException:
+                self.stop()
+                raise
+
+    def wait(self) -> None:
+        """Returns when it answers. Raises ServerError, its processes stopped, or EndpointError."""
+        try:
+            for process in self.processes.values():
+                process.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        if self.processes:
+            self.url = list(self.processes.values())[-1].url
         try:
             with self._client() as client:
                 self._ask_for_model(client)
@@ -64,8 +94,8 @@ class Endpoint:
             self.model = str(found[0]["id"])
             self.context = found[0].get("max_model_len")
 
-    def _start_processes(self, progress: Callable[[str, float, str], None] | None) -> None:
-        ports = Ports(self.host)
+    def _make_processes(self, progress: Callable[[str, float, str], None] | None) -> None:
+        ports = Ports(self.host, {name: process.port for name, process in self.shared.items()})
         for name, command in self.spec.processes.items():
             called = self.spec.name if len(self.spec.processes) == 1 else f"{self.spec.name}-{name}"
             called = re.sub(r"[^\w.]+", "-", called)  # a file is called so too
@@ -77,20 +107,11 @@ class Endpoint:
                 env=self.spec.env,
                 log=self.logs / f"{called}.log" if self.logs else None,
                 ready_path=self.spec.ready_path(name),
-                ready_timeout_s=1800.0,
+                ready_timeout_s=self.ready_timeout_s,
             )
             if progress is not None:
                 process.progress = lambda s, line, name=process.name: progress(name, s, line)
             self.processes[name] = process
-        try:
-            for process in self.processes.values():
-                process.start()
-            for process in self.processes.values():
-                process.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        self.url = list(self.processes.values())[-1].url
 
     def _client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
@@ -121,11 +142,10 @@ class Endpoint:
     def _target(self, name: str) -> str:
         if name.startswith("http"):
             return name.rstrip("/")
-        if name not in self.processes:
-            raise EndpointError(
-                f"{self.spec.name}: `flush` names {name}; allowed: {', '.join(self.processes)}"
-            )
-        return self.processes[name].url
+        known = {**self.shared, **self.processes}
+        if name not in known:
+            raise EndpointError(f"{self.spec.name}: `flush` names {name}; allowed: {', '.join(known)}")
+        return known[name].url
 
     def pause(self) -> None:
         """Stops its processes from using the machine; harmless for one given by URL."""
@@ -149,6 +169,12 @@ class Endpoint:
         for process in self.processes.values():
             if process.alive:
                 os.killpg(process.pid, number)
+
+    def begin_to_stop(self) -> None:
+        """Tells what it started to end, the asked one first, and does not wait, as `stop` does."""
+        self._signal(signal.SIGCONT)
+        for process in reversed(self.processes.values()):
+            process.begin_to_stop()
 
     def stop(self) -> None:
         """Ends what it started, the asked one first."""

@@ -4,27 +4,68 @@
         --prefill-devices 0 --decode-devices 1 --between ended --workload two_turn --turns-apart --json
     python -m benchmarks.ablation --model .bench/model --platform cpu --flags "…" --json
 
+    python -m benchmarks.ablation … --start together --seconds 420 --case "cold: --workload long_context --lengths 4k" \\
+        --case "chat: --workload two_turn --turns-apart --sessions 6 --label 'turn 2'" --json
+
 The GPU's KV must be too small to keep the first turns (--max-total-tokens in --flags), or a cache has nothing
-to do. A run that was interrupted goes on from -o.
+to do. A run that was interrupted goes on from -o. Cases are measured in turns on the same running arms; the result has
+each one's analysis under `cases`, and `speedup_NAME` (all changes over stock).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from benchmarks import _result, workloads
-from benchmarks.ab.comparison import Plan, compare, discipline
+from benchmarks.ab.comparison import Outcome, Plan, compare_cases, discipline
 from benchmarks.ab.endpoints import SpecError
 from benchmarks.ab.load import Point
 from benchmarks.ab.running import Endpoint, EndpointError
-from benchmarks.ablation.analysis import METRICS, analyse
-from benchmarks.ablation.arms import CHANGES, Setup, arms
+from benchmarks.ab.starting import Starting
+from benchmarks.ablation.analysis import METRICS, analyse, without
+from benchmarks.ablation.arms import CHANGES, STOCK, Arm, Setup, arms
 from glm_sglang.serving import ServerError
+
+
+def add_measuring(p: argparse.ArgumentParser) -> None:
+    """The flags that a case may have of its own, the workload's apart."""
+    p.add_argument("--metric", choices=METRICS, default="input_tokens_per_s")
+    p.add_argument("--label", default="all", help="requests that count for times, e.g. 'turn 2' (all)")
+    p.add_argument("--concurrency", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=6)
+    p.add_argument("--warm-up", type=int, default=1)
+    p.add_argument("--round-warm-up", type=int, default=0)
+
+
+def cases(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """The flags of each case by its name; without --case one, called "". Raises SpecError."""
+    if not args.case:
+        return {"": args}
+    found: dict[str, argparse.Namespace] = {}
+    for text in args.case:
+        name, colon, flags = text.partition(":")
+        if not colon or not re.fullmatch(r"[a-z0-9_]+", name) or name in found:
+            raise SpecError(
+                f'--case is {text!r}; it must be "NAME: FLAGS", NAME of a-z, 0-9 and _, each only once'
+            )
+        p = argparse.ArgumentParser(prog=f"--case {name}", add_help=False)
+        add_measuring(p)
+        workloads.add_arguments(p)
+        # What it does not give is taken from the command's own flags.
+        found[name] = p.parse_args(shlex.split(flags), argparse.Namespace(**vars(args)))
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,12 +96,40 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--changes", nargs="+", default=[], choices=[c.name for c in CHANGES if c.on], help="only these"
     )
-    p.add_argument("--metric", choices=METRICS, default="input_tokens_per_s")
-    p.add_argument("--label", default="all", help="requests that count for times, e.g. 'turn 2' (all)")
-    p.add_argument("--concurrency", type=int, default=2)
-    p.add_argument("--rounds", type=int, default=6)
-    p.add_argument("--warm-up", type=int, default=1)
-    p.add_argument("--round-warm-up", type=int, default=0)
+    p.add_argument(
+        "--graphs",
+        choices=("auto", "strict"),
+        default="auto",
+        help="how prefill graphs are asked for; strict: also under prefill CP (auto)",
+    )
+    p.add_argument(
+        "--stock-path",
+        type=Path,
+        help="a folder of packages that stock SGLang's prefill finds first: the sgl-deep-gemm that it pins",
+    )
+    p.add_argument(
+        "--share-decode", action="store_true", help="one decode for all arms (pair, --between running)"
+    )
+    p.add_argument(
+        "--start",
+        choices=("one-by-one", "together"),
+        default="one-by-one",
+        help="together: side by side, warmed side by side; an arm that fails is left out (one-by-one)",
+    )
+    p.add_argument("--start-seconds", type=float, default=1800.0, help="longest wait for a server (1800)")
+    p.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar='"NAME: FLAGS"',
+        help="a case of its own on the same running arms: flags of the workload, --concurrency, --rounds, --metric, "
+        "--label, --warm-up, --round-warm-up; what it leaves out is as without it. Several times: several cases",
+    )
+    p.add_argument(
+        "--seconds", type=float, help="from the start of this command, after which no further round begins"
+    )
+    p.add_argument("--partial", type=Path, help="write the result so far to this file after every round")
+    add_measuring(p)
     p.add_argument("--between", choices=("paused", "running", "ended"), default="paused")
     p.add_argument(
         "--block", type=int, default=1, help="rounds in a row at an arm; saves starts of ended ones (1)"
@@ -74,8 +143,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def setup(args: argparse.Namespace) -> Setup:
-    """What every arm has in common."""
+    """What every arm has in common. Raises SpecError."""
+    if args.share_decode and args.layout != "pair":
+        raise SpecError(f"--share-decode with --layout {args.layout}; it needs --layout pair")
     devices = {"env": args.prefill_devices, "decode_env": args.decode_devices}
+    stock = {}
+    if args.stock_path is not None:
+        if not args.stock_path.is_dir():
+            raise SpecError(f"--stock-path is {args.stock_path}; it must be a folder")
+        present = os.environ.get("PYTHONPATH")
+        stock["PYTHONPATH"] = os.pathsep.join(filter(None, (str(args.stock_path.resolve()), present)))
     return Setup(
         model=args.model,
         layout=args.layout,
@@ -84,59 +161,142 @@ def setup(args: argparse.Namespace) -> Setup:
         decode_flags=args.decode_flags,
         stock_flags=args.stock_flags,
         own_flags=args.own_flags,
+        stock_env=stock,
         values={"cache": args.cache_url},
+        graphs=args.graphs,
+        share_decode=args.share_decode,
         **{name: {"CUDA_VISIBLE_DEVICES": value} if value else {} for name, value in devices.items()},
     )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs every arm that can run. Raises the errors that `main` turns into one message."""
+    began = time.monotonic()
     if args.platform == "cpu":
         os.environ.setdefault("GLM_SGLANG_PLATFORM", "reference")
+    wanted = cases(args)
     planned = arms(setup(args), args.changes)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    endpoints = [Endpoint(arm.spec, args.logs) for arm in planned if arm.spec]
+    endpoints = [
+        Endpoint(arm.spec, args.logs, ready_timeout_s=args.start_seconds) for arm in planned if arm.spec
+    ]
+    starting = Starting(args.between, args.start == "together", STOCK)
+
+    def left() -> bool:
+        return args.seconds is None or time.monotonic() - began < args.seconds
+
+    def note(outcome: Outcome) -> None:
+        if args.partial is not None:
+            beside = args.partial.with_name(f"{args.partial.name}.tmp")
+            beside.write_bytes(orjson.dumps(result(args, wanted, planned, endpoints, outcome)))
+            beside.replace(args.partial)
+
+    makes = {name: maker(args, own) for name, own in wanted.items()}
+    found = compare_cases(endpoints, args.bytes_per_token, args.text, makes, starting, left, note)
+    return result(args, wanted, planned, endpoints, found)
+
+
+def maker(args: argparse.Namespace, own: argparse.Namespace) -> Callable[[float], Plan]:
+    """From the bytes of a token to a case's plan."""
 
     def make(bytes_per_token: float) -> Plan:
         return Plan(
-            workloads.build(args, bytes_per_token),
-            [Point(concurrency=args.concurrency)],
-            args.rounds,
+            workloads.build(own, own.bytes_per_token or bytes_per_token),
+            [Point(concurrency=own.concurrency)],
+            own.rounds,
             args.output,
-            warm_up=args.warm_up,
-            round_warm_up=args.round_warm_up,
+            warm_up=own.warm_up,
+            round_warm_up=own.round_warm_up,
             between=args.between,
-            seed=args.seed,
+            seed=own.seed,
             block=args.block,
         )
 
-    plan, records = compare(endpoints, args.bytes_per_token, args.text, make, args.between)
-    workload = plan.workload
-    return {
-        "workload": workload.name,
-        "parameters": workload.parameters(),
-        "layout": args.layout,
-        "rounds": args.rounds,
-        **analyse(planned, records, args.metric, args.label),
-        "endpoints": {e.spec.name: {**e.spec.describe(), "about": e.about} for e in endpoints},
-        "discipline": discipline(plan, endpoints),
+    return make
+
+
+def result(
+    args: argparse.Namespace,
+    wanted: Mapping[str, argparse.Namespace],
+    planned: Sequence[Arm],
+    endpoints: Sequence[Endpoint],
+    outcome: Outcome,
+) -> dict[str, Any]:
+    """What is known so far."""
+    measured = without(planned, outcome.left_out)
+    kept = [endpoint for endpoint in endpoints if endpoint.spec.name not in outcome.left_out]
+    about = {
+        "endpoints": {e.spec.name: {**e.spec.describe(), "about": e.about} for e in kept},
+        "discipline": discipline(next(iter(outcome.plans.values())), kept),
         "records": args.output.name,
     }
+    if args.stock_path is not None:
+        about["baseline_versions"] = packages(args.stock_path)
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in wanted.items():
+        workload = outcome.plans[name].workload
+        found[name] = {
+            "workload": workload.name,
+            "parameters": workload.parameters(),
+            "concurrency": own.concurrency,
+            "rounds": own.rounds,
+            **analyse(measured, outcome.records[name], own.metric, own.label),
+        }
+    if not args.case:
+        return {"layout": args.layout, **found[""], **about}
+    left_out = list(dict.fromkeys(line for one in found.values() for line in one.pop("not_measured")))
+    left_out += [
+        f"ablation, {name}: {one['rounds_measured']} of {one['rounds']} rounds in the time"
+        for name, one in found.items()
+        if one["rounds_measured"] < one["rounds"]
+    ]
+    return {
+        "layout": args.layout,
+        "baseline": STOCK,
+        **headline(found),
+        "answer": " ".join(f"{name}: {one['answer']}" for name, one in found.items()),
+        "cases": found,
+        "not_measured": left_out,
+        **about,
+    }
+
+
+def headline(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """`speedup_NAME` of each case (all changes over stock; None where it was not measured), its interval and verdict."""
+    values: dict[str, Any] = {}
+    for name, one in found.items():
+        speedup = one["speedup"] or {}
+        values[f"speedup_{name}"] = speedup.get("value")
+        values[f"speedup_{name}_interval"] = [speedup.get("low"), speedup.get("high")]
+        values[f"speedup_{name}_says"] = speedup.get("says", "not measured")
+    return values
+
+
+def packages(folder: Path) -> dict[str, str]:
+    """The packages in a folder, by name, and their versions."""
+    return {found.metadata["Name"]: found.version for found in metadata.distributions(path=[str(folder)])}
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """One case's arms, for the person who waits."""
+    for row in found["arms"]:
+        state = row["state"].splitlines()[0]
+        shown = f"{row['speedup']['value']:.3f}× {row['speedup']['says']}" if row["speedup"] else state
+        print(
+            f"{row['name']:22} {shown}   (the article: {row['article'] or 'says nothing'})", file=sys.stderr
+        )
 
 
 def main() -> int:
     """Exit status: 0, 1 when an arm failed, 2 for the flags."""
     args = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if args.plan:
-        for arm in arms(setup(args), args.changes):
-            print(f"{arm.name}: {arm.state}")
-            for name, command in (arm.spec.processes if arm.spec else {}).items():
-                print(f"  {name}: {command}")
-        return 0
     try:
-        result = measure(args)
+        if args.plan:
+            plan(args)
+            return 0
+        found = measure(args)
     except SpecError as error:
         print(error, file=sys.stderr)
         return 2
@@ -146,14 +306,25 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on from {args.output}", file=sys.stderr)
         return 130
-    for row in result["arms"]:
-        shown = f"{row['speedup']['value']:.3f}× {row['speedup']['says']}" if row["speedup"] else row["state"]
-        print(
-            f"{row['name']:22} {shown}   (the article: {row['article'] or 'says nothing'})", file=sys.stderr
-        )
-    print(result["answer"], file=sys.stderr)
-    _result.finish("ablation", result, args, device="cpu" if args.platform == "cpu" else None)
+    for name, one in found.get("cases", {"": found}).items():
+        if name:
+            print(f"{name}: {one['rounds_measured']} of {one['rounds']} rounds", file=sys.stderr)
+        show(one)
+    print(found["answer"], file=sys.stderr)
+    _result.finish("ablation", found, args, device="cpu" if args.platform == "cpu" else None)
     return 0
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Prints the arms, their commands and the cases. Raises SpecError."""
+    for arm in arms(setup(args), args.changes):
+        print(f"{arm.name}: {arm.state}")
+        for name, command in ({**arm.spec.processes, **arm.spec.shared} if arm.spec else {}).items():
+            print(f"  {name}: {command}")
+    for name, own in cases(args).items():
+        if name:
+            workload = maker(args, own)(args.bytes_per_token or 4.0).workload
+            print(f"case {name}: {workload.name} {workload.parameters()}")
 
 
 if __name__ == "__main__":

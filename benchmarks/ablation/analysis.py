@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.ab.statistics import ratio
@@ -80,17 +81,20 @@ def interaction(
 def analyse(
     arms: Sequence[Arm], records: Sequence[dict[str, Any]], metric: str, label: str
 ) -> dict[str, Any]:
-    """The result's `arms`, `interaction` and `answer`."""
+    """The result's `arms`, `interaction`, `speedup` (all together over stock) and `answer`; of no records, their want."""
     names = [arm.name for arm in arms if arm.spec]
-    over_stock = speedups(records, names, STOCK, metric, label)
-    over_none = speedups(records, names, NONE, metric, label)
+    rounds = len(aligned(records, names, records[0]["glm_ab"]["point"])[STOCK]) if records else 0
+    over_stock = speedups(records, names, STOCK, metric, label) if rounds else {}
+    over_none = speedups(records, names, NONE, metric, label) if rounds and NONE in names else {}
     singles = [arm.name for arm in arms if arm.spec and len(arm.changes) == 1 and arm.name != ALL]
+    whole = next(arm for arm in arms if arm.name == ALL)
     # With one usable change, that change is all of them; with more, nothing stands in for them.
-    last = ALL if ALL in names else singles[0] if len(singles) == 1 else None
+    last = ALL if whole.spec else singles[0] if len(whole.changes) == 1 and singles else None
     together = over_none.get(last) if last else None
-    endpoints = summarise(records, names, NONE)[0]["endpoints"]
+    endpoints = summarise(records, names, STOCK)[0]["endpoints"] if rounds else {}
     found = None
-    if ALL in over_none:
+    # Where one of them did not start, the others' product says nothing of all together.
+    if ALL in over_none and len(singles) == len(whole.changes):
         speeds = per_round(records, [*singles, ALL], metric, label)
         errors = sum(int(endpoints[name]["errors"]) for name in (NONE, *singles, ALL))
         doubt = f"{errors} errors" if errors else ""
@@ -99,6 +103,7 @@ def analyse(
     for arm in arms:
         decided = together and arm.name in singles and arm.name in over_none
         part = share(over_none[arm.name], together) if decided and together else None
+        own = endpoints.get(arm.name)
         rows.append(
             {
                 "name": arm.name,
@@ -107,9 +112,9 @@ def analyse(
                 "speedup": over_stock.get(arm.name),
                 "speedup_over_none": over_none.get(arm.name),
                 "share": None if part is None else round(part, 4),
-                "cached_share": _cached(endpoints[arm.name], label) if arm.spec else None,
-                "input_tokens_per_s": endpoints[arm.name]["input_tokens_per_s"] if arm.spec else None,
-                "errors": endpoints[arm.name]["errors"] if arm.spec else None,
+                "cached_share": _cached(own, label) if own else None,
+                "input_tokens_per_s": own["input_tokens_per_s"] if own else None,
+                "errors": own["errors"] if own else None,
                 "article": arm.article,
             }
         )
@@ -117,11 +122,23 @@ def analyse(
         "metric": METRICS[metric]
         + ("" if label == EVERY or metric == "input_tokens_per_s" else f", {label}"),
         "baseline": STOCK,
+        "rounds_measured": rounds,
         "arms": rows,
         "interaction": found,
-        "answer": _answer(last, over_stock, METRICS[metric]),
-        "not_measured": [f"ablation, {arm.name}: {arm.state}" for arm in arms if not arm.spec],
+        "speedup": over_stock.get(last) if last else None,
+        "answer": _answer(last, whole, over_stock, METRICS[metric]) if rounds else "No round was measured.",
+        "not_measured": [
+            f"ablation, {arm.name}: {arm.state.splitlines()[0]}" for arm in arms if not arm.spec
+        ],
     }
+
+
+def without(arms: Sequence[Arm], left_out: Mapping[str, str]) -> list[Arm]:
+    """The arms, less those that did not start or did not go on: their state says why."""
+    return [
+        replace(arm, spec=None, state=f"left out: {left_out[arm.name]}") if arm.name in left_out else arm
+        for arm in arms
+    ]
 
 
 def _cached(endpoint: Mapping[str, Any], label: str) -> float | None:
@@ -129,9 +146,11 @@ def _cached(endpoint: Mapping[str, Any], label: str) -> float | None:
     return found["cached_share"]  # type: ignore[no-any-return]
 
 
-def _answer(last: str | None, over_stock: Mapping[str, Mapping[str, Any]], metric: str) -> str:
+def _answer(last: str | None, whole: Arm, over_stock: Mapping[str, Mapping[str, Any]], metric: str) -> str:
     if last is None:
-        return "No change of the five could be measured here."
+        if not whole.changes:
+            return "No change of the five could be measured here."
+        return f"All together could not be measured here: {whole.state.splitlines()[0]}"
     if last not in over_stock:
         return f"{last} against {STOCK}: no pair of requests succeeded at both."
     found = over_stock[last]

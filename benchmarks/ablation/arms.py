@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ class Change:
     """One change of the five.
 
     on, off: flags of a prefill server; no `on`: it has no switch of its own, and `why` says where it is.
-    platforms: where it can run. article: its figure there, quoted.
+    platforms: where it can run; gpus: on how many at least, of prefill. article: its figure there, quoted.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Change:
     on: tuple[str, ...] = ()
     off: tuple[str, ...] = ()
     platforms: frozenset[str] = frozenset({"cpu", "gpu"})
+    gpus: int = 1
     why: str = ""
 
 
@@ -41,6 +43,7 @@ CHANGES: tuple[Change, ...] = (
         on=("--glm-moe", "megamoe"),
         off=("--glm-moe", "stock"),
         platforms=frozenset({"gpu"}),
+        gpus=2,
     ),
     Change(
         "graphs",
@@ -96,7 +99,8 @@ class Setup:
 
     flags, decode_flags: of prefill (or the single server) and of decode. stock_flags: what stock SGLang gets
     besides, its best ones; own_flags: what every arm but stock gets. env, decode_env: variables, devices among
-    them. values: of {cache} and the like.
+    them; stock_env: of stock's prefill besides. values: of {cache} and the like. graphs: how they are asked for.
+    share_decode: one decode for all arms, not one for each.
     """
 
     model: str
@@ -108,7 +112,16 @@ class Setup:
     own_flags: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     decode_env: Mapping[str, str] = field(default_factory=dict)
+    stock_env: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
+    graphs: Literal["auto", "strict"] = "auto"
+    share_decode: bool = False
+
+    def prefill_gpus(self) -> int:
+        """The GPUs of one prefill server: what the last --tp of its flags says."""
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1)
+        return int(flags.parse_known_args(shlex.split(f"{self.flags} {self.own_flags}"))[0].tp_size)
 
 
 def known_flags() -> frozenset[str]:
@@ -125,7 +138,7 @@ def arms(setup: Setup, only: Sequence[str] = (), flags: frozenset[str] | None = 
     flags = known_flags() if flags is None else flags
     usable, singles = [], []
     for change in CHANGES:
-        state = _state(change, setup.platform, only, flags)
+        state = _state(change, setup, only, flags)
         if state == "measured":
             usable.append(change)
         spec = _spec(change.title, setup, (change,), flags) if state == "measured" else None
@@ -147,13 +160,15 @@ def arms(setup: Setup, only: Sequence[str] = (), flags: frozenset[str] | None = 
     return [*found, Arm(ALL, names, ARTICLE_ALL, together, spec)]
 
 
-def _state(change: Change, platform: str, only: Sequence[str], flags: frozenset[str]) -> str:
+def _state(change: Change, setup: Setup, only: Sequence[str], flags: frozenset[str]) -> str:
     if not change.on:
         return change.why
     if missing := [word for word in change.on if word.startswith("--") and word not in flags]:
         return f"not built: this build has no {' '.join(missing)}"
-    if platform not in change.platforms:
-        return f"not on this platform ({platform})"
+    if setup.platform not in change.platforms:
+        return f"not on this platform ({setup.platform})"
+    if (gpus := setup.prefill_gpus()) < change.gpus:
+        return f'needs {change.gpus} GPUs or more (--flags "--tp {change.gpus} …"), prefill has {gpus}'
     if only and change.name not in only:
         return "left out by --changes"
     return "measured"
@@ -165,7 +180,7 @@ def _spec(name: str, setup: Setup, on: tuple[Change, ...], flags: frozenset[str]
         chosen = change.on if change in on else change.off
         # A build without the flag is as if it were off.
         words += [word for word in chosen if not chosen or chosen[0] in flags]
-    text = shlex.join(words)
+    text = shlex.join(setup.graphs if word == "auto" else word for word in words)
     for key, value in setup.values.items():
         text = text.replace(f"'{{{key}}}'", value).replace(f"{{{key}}}", value)
     return _processes(
@@ -179,6 +194,7 @@ def _stock(setup: Setup) -> Spec:
     device = "--device cpu --page-size 64 --sleep-on-idle " if on_cpu else ""
     if on_cpu:
         setup = replace(setup, env={"OMP_WAIT_POLICY": "passive", **setup.env})
+    setup = replace(setup, env={**setup.env, **setup.stock_env})
     return _processes(
         STOCK, setup, "sglang.launch_server", f"{device}{setup.flags} {setup.stock_flags}".strip()
     )
@@ -202,7 +218,9 @@ def _processes(name: str, setup: Setup, module: str, flags: str) -> Spec:
         "router": f"{ROUTER} --host 127.0.0.1 --port {{port}} --prometheus-port {{port:metrics}} "
         "--worker-startup-check-interval 1 --log-level warn",
     }
-    return Spec(name, processes=processes, flush=("prefill", "decode"), ready={"router": "/readiness"})
+    shared = {"decode": processes.pop("decode")} if setup.share_decode else {}
+    flush = ("prefill", "decode")
+    return Spec(name, processes=processes, flush=flush, ready={"router": "/readiness"}, shared=shared)
 
 
 def _with(env: Mapping[str, str], command: str) -> str:

@@ -166,7 +166,15 @@ def _plain(value: Any) -> str:
 
 
 def ablation(result: dict[str, Any]) -> Section:
-    """Each change alone, all, none; the article's figures in a column of their own."""
+    """Each change alone, all, none, case by case; the article's figures in a column of their own."""
+    blocks: list[Block] = []
+    for name, case in result.get("cases", {"": result}).items():
+        blocks += _ablation_case(case, f"{name.replace('_', ' ')}: " if name else "")
+    lead = result.get("answer") or "What each change brings alone, all together, and none."
+    return Section("Ablation of the five changes", lead, blocks)
+
+
+def _ablation_case(result: dict[str, Any], named: str) -> list[Block]:
     arms = result["arms"]
     rows = []
     for arm in arms:
@@ -189,17 +197,19 @@ def ablation(result: dict[str, Any]) -> Section:
         "share of the gain",
         "cached",
     )
-    note = "The last column is quoted from the article (8×B300, vLLM); nothing in it was measured here."
+    note = (
+        f"{named}the last column is quoted from the article (8×B300, vLLM); nothing in it was measured here."
+    )
+    note = note[:1].upper() + note[1:]
     blocks: list[Block] = [Table((*head, "the article's figure"), rows, note)]
     measured = [arm for arm in arms if arm.get("speedup")]
     if measured:
         svg = plots.bars(
             [arm["name"] for arm in measured],
             [(result["metric"], [arm["speedup"] for arm in measured])],
-            f"speed-up over {result['baseline']} ({result['metric']})",
+            f"{named}speed-up over {result['baseline']} ({result['metric']})",
         )
-        blocks.append(Figure(svg, "What each change brings alone, and all together"))
+        blocks.append(Figure(svg, f"{named}what each change brings alone, and all together".capitalize()))
     if found := result.get("interaction"):
         blocks.append(Facts([("interaction", found["says"])]))
-    lead = result.get("answer") or "What each change brings alone, all together, and none."
-    return Section("Ablation of the five changes", lead, blocks)
+    return blocks

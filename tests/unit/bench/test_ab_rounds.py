@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.ab import records
 from benchmarks.ab.client import Sample
-from benchmarks.ab.comparison import Comparison, Plan, blocks
+from benchmarks.ab.comparison import Cases, Comparison, Plan, blocks
 from benchmarks.ab.endpoints import Spec
 from benchmarks.ab.load import Point, Round, arrivals, run_round
-from benchmarks.ab.running import Between, Endpoint
+from benchmarks.ab.running import Between, Endpoint, EndpointError
 from benchmarks.ab.summary import ALL, summarise
 from benchmarks.workloads import Load, Session, Turn
 from benchmarks.workloads.conversations import LongContext, TwoTurn
@@ -145,10 +145,36 @@ def test_who_is_first_changes_and_ended_ones_turn_round() -> None:
 
     def orders(between: Between) -> list[str]:
         comparison = Comparison(plan(between, 4, 1), endpoints, quiet=True)
-        return ["".join(e.spec.name for e in comparison._order(i)) for i in range(4)]
+        return ["".join(e.spec.name for e in comparison.order(i)) for i in range(4)]
 
     assert orders("paused") == ["abc", "bca", "cab", "abc"]
     assert orders("ended") == ["abc", "cba", "abc", "cba"]
+
+
+def three(left: Any, between: Between = "running") -> str:
+    """Who is asked what, case by case, of three cases of 3, 1 and 2 rounds."""
+    asked: list[str] = []
+
+    class Told(Comparison):
+        def ask(self, endpoint: Endpoint, point: Point, number: int, *rest: Any) -> None:
+            asked.append(f"{self.case}{number}{endpoint.spec.name}")
+
+    endpoints = [Endpoint(Spec(name, url="http://h")) for name in "ab"]
+    work = {"x": 3, "y": 1, "z": 2}
+    comparisons: dict[str, Comparison] = {}
+    for case, rounds in work.items():
+        one = Plan(LongContext(Text(), 1, 1, (64,), 1), [Point(1)], rounds, Path("x"), between=between)
+        comparisons[case] = Told(one, endpoints, quiet=True, case=case)
+    Cases(comparisons, left).run()
+    return " ".join(asked)
+
+
+def test_cases_take_turns_and_every_endpoint_is_asked_what_was_begun() -> None:
+    assert three(lambda: True) == "x0a x0b y0a y0b z0a z0b x1b x1a z1b z1a x2a x2b"
+    # One that must be started meets all cases while it runs.
+    assert three(lambda: True, "ended") == "x0a y0a z0a x0b y0b z0b x1b z1b x1a z1a x2a x2b"
+    time_left = iter([True, True, False, False, False, False])
+    assert three(lambda: next(time_left)) == "x0a x0b y0a y0b"
 
 
 class Stopped(Exception):
@@ -243,6 +269,38 @@ def test_a_round_that_was_cut_off_is_asked_anew_with_other_texts(tmp_path: Path,
     salts = {(line["glm_ab"]["round"], line["glm_ab"]["texts"]) for line in lines}
     assert len(salts) == 2
     assert records.read(file) == sorted(lines, key=records.read(file).index)
+
+
+def test_what_is_in_the_file_counts_though_the_time_is_over(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    one = {"points": (Point(1),)}
+    Notes(sweep(file, **one), "ab", 10**9).run()
+    again = Notes(sweep(file, **one), "ab")
+    assert [len(lines) for lines in Cases({"x": again}, lambda: False).run().values()] == [4]
+    other = Notes(sweep(file, **one), "abc")
+    assert [len(lines) for lines in Cases({"x": other}, lambda: False).run().values()] == [4]
+    assert other.told == {"a": [], "b": [], "c": []}
+
+
+def test_an_endpoint_that_cannot_go_on_is_left_out_or_ends_it(tmp_path: Path) -> None:
+    class Broken(Notes):
+        def ask(self, endpoint: Endpoint, *rest: Any) -> None:
+            if endpoint.spec.name == "b" and rest[1] == 1:
+                raise EndpointError("gone")
+            super().ask(endpoint, *rest)
+
+    failed: list[str] = []
+    one = Broken(sweep(tmp_path / "x.jsonl", points=(Point(1),)), "abc")
+    lines = Cases({"": one}, fails=lambda endpoint, error: failed.append(f"{endpoint.spec.name}: {error}"))
+    assert [(line["tag"], line["glm_ab"]["round"]) for line in lines.run()[""]] == [
+        ("a", 0),
+        ("a", 1),
+        ("c", 0),
+        ("c", 1),
+    ]
+    assert failed == ["b: gone"]
+    with pytest.raises(EndpointError, match="gone"):
+        Cases({"": Broken(sweep(tmp_path / "y.jsonl", points=(Point(1),)), "abc")}).run()
 
 
 def test_warm_up_has_as_many_under_way_as_the_round_and_as_many_sessions_as_asked(tmp_path: Path) -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.ab.endpoints import Spec
-from benchmarks.ab.running import Endpoint, EndpointError, answers, hold
+from benchmarks.ab.comparison import Plan, compare_cases
+from benchmarks.ab.endpoints import Spec, SpecError
+from benchmarks.ab.load import Point
+from benchmarks.ab.running import Between, Endpoint, EndpointError, answers, hold
+from benchmarks.ab.starting import Starting, started
+from benchmarks.workloads.conversations import LongContext
+from benchmarks.workloads.text import Text
 from glm_sglang.serving import group_members
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,3 +83,104 @@ def test_what_an_endpoint_lacks_is_said() -> None:
         unflushed = Endpoint(Spec("x", url=a.url, flush=None))
         unflushed.flush()
         assert unflushed.flushed.startswith("not flushed")
+
+
+def bad(name: str) -> Endpoint:
+    """One whose server ends before it serves."""
+    command = "python -c 'import sys; sys.exit(\"no GPU left\")'"
+    return Endpoint(Spec(name, processes={"prefill": command, "server": NULL}, ready="/v1/models"))
+
+
+def test_what_does_not_start_beside_the_others_is_left_out_with_its_reason() -> None:
+    a, b, c = null("a"), bad("b"), null("c")
+    with ExitStack() as stack:
+        left_out = started([a, b, c], stack, Starting("running", together=True, baseline="a"))
+        assert set(left_out) == {"b"}
+        assert "b-prefill ended with status 1" in left_out["b"]
+        assert "no GPU left" in left_out["b"]
+        assert [answers(f"{e.url}/v1/models") for e in (a, c)] == [True, True]
+        assert b.processes == {}
+        groups = [e.processes["server"].pid for e in (a, c)]
+    assert [group_members(group) for group in groups] == [[], []]
+
+
+def test_without_the_baseline_nothing_is_left_running() -> None:
+    a, c = bad("a"), null("c")
+    with ExitStack() as stack, pytest.raises(EndpointError, match=r"a, which all need: a-prefill ended"):
+        started([a, c], stack, Starting("running", together=True, baseline="a"))
+    assert (a.processes, c.processes) == ({}, {})
+
+
+def sharing(name: str, command: str = NULL) -> Endpoint:
+    """It asks of a server that is another's, too."""
+    return Endpoint(
+        Spec(
+            name,
+            processes={"server": NULL},
+            env={"PYTHONPATH": str(ROOT)},
+            ready="/v1/models",
+            flush=("server", "decode"),
+            shared={"decode": command},
+        )
+    )
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_endpoints_share_is_started_once_and_ends_last(together: bool) -> None:
+    a, b = sharing("a"), sharing("b")
+    with ExitStack() as stack:
+        assert started([a, b], stack, Starting("running", together, "a")) == {}
+        (decode,) = {e.shared["decode"] for e in (a, b)}
+        assert answers(f"{decode.url}/v1/models")
+        assert a._target("decode") == b._target("decode") == decode.url
+        assert len({e.url for e in (a, b)} | {decode.url}) == 3
+        a.flush()
+        a.stop()
+        assert answers(f"{decode.url}/v1/models")
+    assert not decode.alive
+
+
+def test_what_is_shared_is_needed_by_all() -> None:
+    command = "python -c 'import sys; sys.exit(3)'"
+    with ExitStack() as stack, pytest.raises(EndpointError, match="shared decode, which all need"):
+        started([sharing("a", command), sharing("b", command)], stack, Starting("running", True, "a"))
+
+
+@pytest.mark.parametrize(
+    ("between", "together", "one"),
+    [("ended", True, null), ("paused", True, sharing), ("ended", False, sharing)],
+)
+def test_ways_of_starting_that_exclude_each_other_are_refused(
+    between: Between, together: bool, one: Any
+) -> None:
+    with pytest.raises(SpecError, match="--between"):
+        Starting(between, together, "a").check([one("a").spec])
+
+
+def test_cases_are_measured_on_endpoints_that_start_once(tmp_path: Path) -> None:
+    """Two cases, an arm that does not start, and the same again from the file, which starts it alone."""
+
+    def make(tokens: int, rounds: int) -> Any:
+        def plan(size: float) -> Plan:
+            work = LongContext(Text(size), 1, 1, (tokens,), 1)
+            return Plan(work, [Point(1)], rounds, tmp_path / "x.jsonl", warm_up=1, round_warm_up=0)
+
+        return plan
+
+    makes = {"short": make(64, 3), "long": make(256, 2)}
+    endpoints = [null("a"), null("b"), bad("c")]
+    seen: list[dict[str, int]] = []
+    found = compare_cases(
+        endpoints,
+        4.0,
+        (),
+        makes,
+        Starting("running", True, "a"),
+        note=lambda outcome: seen.append({name: len(lines) for name, lines in outcome.records.items()}),
+    )
+    assert {name: len(lines) for name, lines in found.records.items()} == {"short": 6, "long": 4}
+    assert seen[:3] == [{"short": 2, "long": 0}, {"short": 2, "long": 2}, {"short": 4, "long": 2}]
+    assert set(found.left_out) == {"c"}
+    assert [e.processes for e in endpoints] == [{}, {}, {}]
+    again = compare_cases([null("a"), null("b"), bad("c")], 4.0, (), makes, Starting("running", True, "a"))
+    assert again.records == found.records

@@ -15,11 +15,13 @@ import pytest
 from benchmarks import decode_fanin
 from benchmarks.ab import records
 from benchmarks.ab.client import Sample
-from benchmarks.ab.comparison import Comparison
-from benchmarks.ab.endpoints import Ports
+from benchmarks.ab.comparison import Comparison, Outcome
+from benchmarks.ab.endpoints import Ports, SpecError
 from benchmarks.ab.load import Point, Round
 from benchmarks.ab.running import Endpoint
 from benchmarks.ablation import analysis
+from benchmarks.ablation.__main__ import cases, maker, packages, parser, result
+from benchmarks.ablation.__main__ import setup as make_setup
 from benchmarks.ablation.arms import ALL, CHANGES, NONE, STOCK, Arm, Setup, arms, known_flags
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +29,9 @@ EVERY_FLAG = frozenset(word for change in CHANGES for word in change.on if word.
 
 
 def setup(platform: str = "gpu", **more: Any) -> Setup:
-    return Setup(model="/m", layout="pair", platform=platform, values={"cache": "embedded://"}, **more)
+    flags = more.pop("flags", "--tp 2")
+    values = {"cache": "embedded://"}
+    return Setup(model="/m", layout="pair", platform=platform, flags=flags, values=values, **more)
 
 
 def command(found: list[Arm], name: str, process: str = "prefill") -> str:
@@ -73,6 +77,84 @@ def test_a_build_without_a_flag_says_so_and_never_passes_it() -> None:
     assert all("--glm-prefill-graph" not in command(found, arm.name) for arm in found if arm.spec)
     chosen = arms(setup(), only=["cache"], flags=EVERY_FLAG)
     assert next(arm for arm in chosen if arm.name == "1 MegaMoE").state == "left out by --changes"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [("", 1), ("--tp 1 --chunked-prefill-size 4", 1), ("--tp-size=2", 2), ("--tp 8 --tp-size 2 --ep 2", 2)],
+)
+def test_an_arm_that_needs_more_gpus_than_prefill_has_says_so(flags: str, gpus: int) -> None:
+    found = {arm.name: arm for arm in arms(setup(flags=flags), flags=EVERY_FLAG)}
+    megamoe = found["1 MegaMoE"]
+    if gpus == 2:
+        assert megamoe.spec is not None
+    else:
+        assert megamoe.state == 'needs 2 GPUs or more (--flags "--tp 2 …"), prefill has 1'
+        assert found[ALL].changes == ("graphs", "cache")
+        assert "--glm-moe stock" in command(list(found.values()), ALL)
+
+
+def test_graphs_are_asked_for_as_told_and_only_where_they_are_on() -> None:
+    found = arms(setup(graphs="strict"), flags=EVERY_FLAG)
+    for arm in found:
+        if arm.spec and arm.name != STOCK:
+            words = command(found, arm.name).split()
+            mode = words[words.index("--glm-prefill-graph") + 1]
+            assert mode == ("strict" if "graphs" in arm.changes else "off")
+
+
+def test_stock_finds_its_own_packages_first_and_nobody_else_does() -> None:
+    found = arms(setup(stock_env={"PYTHONPATH": "/older:/tree"}), flags=EVERY_FLAG)
+    assert command(found, STOCK).startswith("env PYTHONPATH=/older:/tree python -m sglang.launch_server")
+    others = [arm.spec for arm in found if arm.spec and arm.name != STOCK]
+    assert not [text for spec in others for text in spec.processes.values() if "PYTHONPATH" in text]
+    assert "PYTHONPATH" not in command(found, STOCK, "decode")
+    single = arms(Setup("/m", "single", "gpu", stock_env={"PYTHONPATH": "/older"}), flags=EVERY_FLAG)
+    assert {arm.name for arm in single if arm.spec and arm.spec.env} == {STOCK}
+
+
+def test_one_decode_serves_all_arms_where_it_is_shared() -> None:
+    found = [arm.spec for arm in arms(setup(share_decode=True), flags=EVERY_FLAG) if arm.spec]
+    assert {tuple(spec.processes) for spec in found} == {("prefill", "router")}
+    assert len({spec.shared["decode"] for spec in found}) == 1
+    assert all(spec.flush == ("prefill", "decode") for spec in found)
+    apart = [arm.spec for arm in arms(setup(), flags=EVERY_FLAG) if arm.spec]
+    assert apart[0].processes["decode"] == found[0].shared["decode"]
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return parser().parse_args(["--model", "/m", "--platform", "gpu", *words])
+
+
+def test_a_case_has_the_commands_flags_but_for_its_own() -> None:
+    one = "cold: --workload long_context --lengths 4k,2k --concurrency 8 --label 4k"
+    args = parsed("--rounds", "7", "--sessions", "5", "--case", one, "--case", "chat: --sessions 6")
+    found = cases(args)
+    assert list(found) == ["cold", "chat"]
+    cold, chat = found["cold"], found["chat"]
+    assert (cold.workload, cold.lengths, cold.sessions) == ("long_context", [4096, 2048], 5)
+    assert (cold.concurrency, cold.rounds, cold.label) == (8, 7, "4k")
+    assert (chat.workload, chat.sessions, chat.concurrency, chat.label) == ("two_turn", 6, 2, "all")
+    assert cases(parsed()).keys() == {""}
+
+
+@pytest.mark.parametrize("texts", [["cold"], ["a b: --rounds 3"], [": --rounds 3"], ["a: --rounds 2", "a:"]])
+def test_a_case_without_a_name_of_its_own_is_refused(texts: list[str]) -> None:
+    with pytest.raises(SpecError, match=r'--case is .* it must be "NAME: FLAGS"'):
+        cases(parsed(*(word for text in texts for word in ("--case", text))))
+
+
+def test_stocks_packages_and_their_versions_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "sgl_deep_gemm-0.2.3.post2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-deep-gemm\nVersion: 0.2.3.post2\n")
+    assert packages(tmp_path) == {"sgl-deep-gemm": "0.2.3.post2"}
+    monkeypatch.setenv("PYTHONPATH", "/tree")
+    assert make_setup(parsed("--stock-path", str(tmp_path))).stock_env == {"PYTHONPATH": f"{tmp_path}:/tree"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert make_setup(parsed("--stock-path", str(tmp_path))).stock_env == {"PYTHONPATH": str(tmp_path)}
+    with pytest.raises(SpecError, match="must be a folder"):
+        make_setup(parsed("--stock-path", str(tmp_path / "nowhere")))
 
 
 def test_the_flags_are_the_launchers() -> None:
@@ -186,6 +268,66 @@ def test_the_result_says_each_arms_speedup_share_and_hits() -> None:
     assert "ablation, 1 MegaMoE: left out by --changes" in found["not_measured"]
 
 
+def test_an_arm_that_was_left_out_has_its_reason_and_no_part_in_the_others() -> None:
+    """Without the graphs' arm the singles' product is not all of them; the cache's figures stay."""
+    seconds: dict[str, list[float | None]] = {
+        STOCK: [2.0] * 6,
+        NONE: [2.0] * 6,
+        "3, 4 and 5 the cache": [1.0] * 6,
+        ALL: [0.5] * 6,
+    }
+    planned = arms(setup(), only=["graphs", "cache"], flags=EVERY_FLAG)
+    left = analysis.without(planned, {"2 prefill graphs": "it ended with status 1\n  last line"})
+    found = analysis.analyse(left, measured(seconds), "input_tokens_per_s", "all")
+    rows = {row["name"]: row for row in found["arms"]}
+    assert rows["2 prefill graphs"]["state"].endswith("last line")
+    assert "ablation, 2 prefill graphs: left out: it ended with status 1" in found["not_measured"]
+    assert found["interaction"] is None
+    assert rows["3, 4 and 5 the cache"]["share"] == pytest.approx(0.5, abs=1e-3)
+    assert found["speedup"]["value"] == pytest.approx(4.0, rel=1e-3)
+    for gone in (NONE, ALL):
+        short = {name: rounds for name, rounds in seconds.items() if name != gone}
+        left = analysis.without(planned, {"2 prefill graphs": "x", gone: "out of memory"})
+        found = analysis.analyse(left, measured(short), "input_tokens_per_s", "all")
+        assert (found["speedup"] is None) == (gone == ALL)
+    assert found["answer"] == "All together could not be measured here: left out: out of memory"
+
+
+def test_no_round_is_no_figure() -> None:
+    planned = arms(setup(), flags=EVERY_FLAG)
+    found = analysis.analyse(planned, [], "input_tokens_per_s", "all")
+    assert (found["speedup"], found["rounds_measured"]) == (None, 0)
+    assert found["answer"] == "No round was measured."
+    assert {row["speedup"] for row in found["arms"]} == {None}
+
+
+@pytest.mark.parametrize(("rounds", "says"), [(6, "faster"), (5, "undecided: too few rounds")])
+def test_each_cases_speedup_is_at_the_top_with_its_verdict(rounds: int, says: str, tmp_path: Path) -> None:
+    words = (
+        "--case",
+        "cold: --workload long_context",
+        "--case",
+        "chat: --label 'turn 2'",
+        "--changes",
+        "cache",
+    )
+    args = parsed(*words, "-o", str(tmp_path / "x.jsonl"))
+    planned = arms(make_setup(args), args.changes, EVERY_FLAG)
+    endpoints = [Endpoint(arm.spec) for arm in planned if arm.spec]
+    seconds: dict[str, list[float | None]] = {STOCK: [2.0] * rounds, NONE: [2.0] * rounds}
+    lines = measured(seconds | {"3, 4 and 5 the cache": [1.0] * rounds})
+    wanted = cases(args)
+    plans = {name: maker(args, own)(4.0) for name, own in wanted.items()}
+    outcome = Outcome(plans, {"cold": [], "chat": lines})
+    found = result(args, wanted, planned, endpoints, outcome)
+    assert found["speedup_chat"] == pytest.approx(2.0, rel=1e-3)
+    assert found["speedup_chat_says"] == says
+    assert found["speedup_chat_interval"] == ([2.0, 2.0] if rounds == 6 else [None, None])
+    assert (found["speedup_cold"], found["speedup_cold_says"]) == (None, "not measured")
+    assert found["cases"]["chat"]["rounds_measured"] == rounds
+    assert "ablation, cold: 0 of 6 rounds in the time" in found["not_measured"]
+
+
 def test_an_arm_with_errors_is_not_called_faster() -> None:
     planned = arms(setup(), only=["cache"], flags=EVERY_FLAG)
     lines = []
@@ -248,7 +390,7 @@ def test_every_server_of_a_fan_in_is_warm_before_the_first_round(
         asked: list[int] = []
         comparison = Comparison(plan, [endpoint := Endpoint(replace(spec, flush=None))], quiet=True)
         comparison._client = lambda _, asked=asked: InTurn(count, asked)  # type: ignore[method-assign, assignment]
-        comparison._warm(endpoint, point, 0)
+        comparison.warm(endpoint, point, 0)
         assert sorted(asked) == sorted([*range(count)] * 2)
 
 

@@ -78,7 +78,7 @@ def base(question: str, **more: Any) -> dict[str, Any]:
 
 def others() -> list[dict[str, Any]]:
     """A result of every other kind that has a section of its own, made by the benchmark's own functions."""
-    planned = arms(Setup("/m", "single", "gpu", values={"cache": "embedded://"}), flags=FLAGS)
+    planned = arms(Setup("/m", "single", "gpu", flags="--tp 2", values={"cache": "embedded://"}), flags=FLAGS)
     lines = []
     for number in range(6):
         for name, took in zip(
