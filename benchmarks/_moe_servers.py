@@ -208,7 +208,7 @@ def went_well(arm: Arm, report: Report, part: str, keep_s: float = 0.0) -> bool:
     try:
         arm.done.result(timeout=report.left(keep_s))
         return True
-    except (ServerError, httpx.HTTPError, TimeoutError) as error:
+    except (ServerError, httpx.HTTPError, TimeoutError, ValueError, KeyError, RuntimeError) as error:
         lines = str(error).splitlines()[:25] or [repr(error)]
         report.say(f"{part} {arm.name} does not answer: {lines[0]}")
         report.put(**{f"{part}_{arm.name}_failed": lines})
