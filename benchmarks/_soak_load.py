@@ -22,6 +22,7 @@ from benchmarks.gpu_idle import prompt
 
 Abort = Literal["before_the_first_token", "midway", "asked"]
 ABORTS: tuple[Abort, ...] = ("before_the_first_token", "midway", "asked")
+PAGE = 64
 TURNS = 3
 ANSWER = 4  # tokens; few, so that prefill is most of the work
 LONG_ANSWER = 64  # of a request that may be given up after its first token
@@ -43,8 +44,9 @@ class Sizes:
 
     @property
     def context(self) -> int:
-        """Of the longest conversation's last turn, with its answer, and somewhat more."""
-        return self.longest + TURNS * (self.tail + ANSWER) + LONG_ANSWER + 64
+        """Of the longest conversation's last turn with its answer, in whole pages, and a page more."""
+        tokens = self.longest + TURNS * (self.tail + ANSWER) + LONG_ANSWER
+        return (tokens // PAGE + 2) * PAGE
 
 
 @dataclass(slots=True)

@@ -38,12 +38,11 @@ import httpx
 from benchmarks import _result, gpu_idle
 from benchmarks._moe_servers import Report
 from benchmarks._soak_judge import Limits, Sample, grown, left_behind, stalls, verdict
-from benchmarks._soak_load import Client, Sizes
+from benchmarks._soak_load import PAGE, Client, Sizes
 from benchmarks._stalled_servers import MODEL
 from benchmarks._stalled_turns import Stalls
 from glm_sglang.serving import Server, ServerError, group_members
 
-PAGE = 64
 COMMON = ("--page-size", str(PAGE), "--enable-metrics", "--enable-cache-report")
 _SCRAPED_EVERY = 1.2  # seconds; the server brings its metrics up to date once a second
 _LULL_S = 10.0  # for what was given up to be gone, between two rounds
@@ -187,7 +186,8 @@ class Soak:
         memory = threads = files = 0
         for pid in group_members(self.server.pid):
             try:
-                memory += _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
+                for kind in ("Pss_Anon", "Pss_Shmem"):  # of files, others that map them have a share
+                    memory += _field(Path(f"/proc/{pid}/smaps_rollup"), kind)
                 threads += _field(Path(f"/proc/{pid}/status"), "Threads")
                 files += len(os.listdir(f"/proc/{pid}/fd"))
             except (FileNotFoundError, ProcessLookupError):
