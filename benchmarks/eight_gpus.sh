@@ -13,7 +13,7 @@
 # that fails is named and leaves NAME.failed.json, or NAME.partial.json when it ran into its limit; the others go on. Exit
 # status 1 then, 2 for a machine or a name that cannot be.
 #
-# GPUS=8|4|2  LAYERS=8  PYTHON=python3  SCRATCH=/tmp/eight_gpus (models, logs)  OUT=folder
+# GPUS=8|4|2  LAYERS=8  PYTHON=python3  SCRATCH=/tmp/eight_gpus (models, logs)  OUT=folder  SPEED_SECONDS=260 (of b)
 # STACK_ENV=file: sourced first, where the Python packages are not installed but unpacked somewhere.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd) && cd "$root" || exit 2
@@ -119,7 +119,7 @@ stage_b() {
   say_stage b 540 430 "five servers with prefill CP$GPUS and EP$GPUS: cold prompts of $lengths tokens, second turns"
   # Kernels compile side by side while servers start; on a warm cache it is a few seconds.
   have node || beside prewarm 200 "$python" -m benchmarks._prewarm
-  server node 540 --parts node --lengths "$lengths" --repeat 5 --discard 1 --speed-seconds 260
+  server node 540 --parts node --lengths "$lengths" --repeat 5 --discard 1 --speed-seconds "${SPEED_SECONDS:-260}"
   wait
 }
 
