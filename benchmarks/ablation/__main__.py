@@ -97,6 +97,14 @@ def parser() -> argparse.ArgumentParser:
         "--changes", nargs="+", default=[], choices=[c.name for c in CHANGES if c.on], help="only these"
     )
     p.add_argument(
+        "--also",
+        action="append",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="CHANGE,CHANGE",
+        help="an arm with these changes together, besides; it speaks for all where all cannot start",
+    )
+    p.add_argument(
         "--graphs",
         choices=("auto", "strict"),
         default="auto",
@@ -175,7 +183,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.platform == "cpu":
         os.environ.setdefault("GLM_SGLANG_PLATFORM", "reference")
     wanted = cases(args)
-    planned = arms(setup(args), args.changes)
+    planned = arms(setup(args), args.changes, also=args.also)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     endpoints = [
@@ -263,13 +271,14 @@ def result(
 
 
 def headline(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """`speedup_NAME` of each case (all changes over stock; None where it was not measured), its interval and verdict."""
+    """`speedup_NAME` of each case (over stock; None where it was not measured), its interval, verdict and arm: all."""
     values: dict[str, Any] = {}
     for name, one in found.items():
         speedup = one["speedup"] or {}
         values[f"speedup_{name}"] = speedup.get("value")
         values[f"speedup_{name}_interval"] = [speedup.get("low"), speedup.get("high")]
         values[f"speedup_{name}_says"] = speedup.get("says", "not measured")
+        values[f"speedup_{name}_arm"] = speedup.get("arm")
     return values
 
 
@@ -317,7 +326,7 @@ def main() -> int:
 
 def plan(args: argparse.Namespace) -> None:
     """Prints the arms, their commands and the cases. Raises SpecError."""
-    for arm in arms(setup(args), args.changes):
+    for arm in arms(setup(args), args.changes, also=args.also):
         print(f"{arm.name}: {arm.state}")
         for name, command in ({**arm.spec.processes, **arm.spec.shared} if arm.spec else {}).items():
             print(f"  {name}: {command}")

@@ -81,7 +81,9 @@ def interaction(
 def analyse(
     arms: Sequence[Arm], records: Sequence[dict[str, Any]], metric: str, label: str
 ) -> dict[str, Any]:
-    """The result's `arms`, `interaction`, `speedup` (all together over stock) and `answer`; of no records, their want."""
+    """The result's `arms`, `interaction`, `answer`, `speedup` (over stock, of all together). Where all together
+    did not go, `speedup` is that of the most changes that did, and names them; of no records, there is none.
+    """
     names = [arm.name for arm in arms if arm.spec]
     rounds = len(aligned(records, names, records[0]["glm_ab"]["point"])[STOCK]) if records else 0
     over_stock = speedups(records, names, STOCK, metric, label) if rounds else {}
@@ -91,6 +93,7 @@ def analyse(
     # With one usable change, that change is all of them; with more, nothing stands in for them.
     last = ALL if whole.spec else singles[0] if len(whole.changes) == 1 and singles else None
     together = over_none.get(last) if last else None
+    best = last or _stand_in(arms, whole)
     endpoints = summarise(records, names, STOCK)[0]["endpoints"] if rounds else {}
     found = None
     # Where one of them did not start, the others' product says nothing of all together.
@@ -125,12 +128,18 @@ def analyse(
         "rounds_measured": rounds,
         "arms": rows,
         "interaction": found,
-        "speedup": over_stock.get(last) if last else None,
+        "speedup": {"arm": best, **over_stock[best]} if best in over_stock else None,
         "answer": _answer(last, whole, over_stock, METRICS[metric]) if rounds else "No round was measured.",
         "not_measured": [
             f"ablation, {arm.name}: {arm.state.splitlines()[0]}" for arm in arms if not arm.spec
         ],
     }
+
+
+def _stand_in(arms: Sequence[Arm], whole: Arm) -> str | None:
+    """Who speaks for all changes where they were to be measured and were left out: most of them together."""
+    several = [arm for arm in arms if arm.spec and len(arm.changes) > 1]
+    return max(several, key=lambda arm: len(arm.changes)).name if several and not whole.spec else None
 
 
 def without(arms: Sequence[Arm], left_out: Mapping[str, str]) -> list[Arm]:

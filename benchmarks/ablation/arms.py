@@ -131,9 +131,14 @@ def known_flags() -> frozenset[str]:
     return frozenset(flag.option for flag in FLAGS)
 
 
-def arms(setup: Setup, only: Sequence[str] = (), flags: frozenset[str] | None = None) -> list[Arm]:
-    """Stock, none, each change alone, all. A change that this build, platform or selection lacks is an arm
-    without a spec.
+def arms(
+    setup: Setup,
+    only: Sequence[str] = (),
+    flags: frozenset[str] | None = None,
+    also: Sequence[Sequence[str]] = (),
+) -> list[Arm]:
+    """Stock, none, each change alone, those of `also` together, all. A change that this build, platform or selection
+    lacks is an arm without a spec.
     """
     flags = known_flags() if flags is None else flags
     usable, singles = [], []
@@ -157,7 +162,16 @@ def arms(setup: Setup, only: Sequence[str] = (), flags: frozenset[str] | None = 
         else "no change to turn on"
     )
     spec = _spec(ALL, setup, tuple(usable), flags) if len(usable) > 1 else None
-    return [*found, Arm(ALL, names, ARTICLE_ALL, together, spec)]
+    some = [_some(setup, chosen, usable, flags) for chosen in also]
+    return [*found, *some, Arm(ALL, names, ARTICLE_ALL, together, spec)]
+
+
+def _some(setup: Setup, chosen: Sequence[str], usable: Sequence[Change], flags: frozenset[str]) -> Arm:
+    on = tuple(change for change in usable if change.name in chosen)
+    name = " + ".join(chosen)
+    if missing := set(chosen) - {change.name for change in on}:
+        return Arm(name, tuple(chosen), state=f"without {', '.join(sorted(missing))}, which is not measured")
+    return Arm(name, tuple(chosen), spec=_spec(name, setup, on, flags))
 
 
 def _state(change: Change, setup: Setup, only: Sequence[str], flags: frozenset[str]) -> str:

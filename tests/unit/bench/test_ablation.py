@@ -293,6 +293,23 @@ def test_an_arm_that_was_left_out_has_its_reason_and_no_part_in_the_others() -> 
     assert found["answer"] == "All together could not be measured here: left out: out of memory"
 
 
+def test_the_most_changes_that_go_together_speak_for_all_where_all_do_not() -> None:
+    some = "megamoe + cache"
+    planned = arms(setup(), flags=EVERY_FLAG, also=[["megamoe", "cache"]])
+    words = command(planned, some).split()
+    flags = ("--glm-moe", "--glm-prefill-graph", "--glm-cache-url")
+    assert [words[words.index(flag) + 1] for flag in flags] == ["megamoe", "off", "embedded://"]
+    seconds: dict[str, list[float | None]] = {arm.name: [1.0] * 6 for arm in planned if arm.spec}
+    seconds |= {STOCK: [4.0] * 6, some: [2.0] * 6}
+    found = analysis.analyse(planned, measured(seconds), "input_tokens_per_s", "all")
+    assert (found["speedup"]["arm"], found["speedup"]["value"]) == (ALL, pytest.approx(4.0, rel=1e-3))
+    left = analysis.without(planned, {ALL: "no graph", "2 prefill graphs": "no graph"})
+    found = analysis.analyse(left, measured(seconds), "input_tokens_per_s", "all")
+    assert (found["speedup"]["arm"], found["speedup"]["value"]) == (some, pytest.approx(2.0, rel=1e-3))
+    alone = arms(setup(flags="--tp 1"), flags=EVERY_FLAG, also=[["megamoe", "cache"]])
+    assert next(a for a in alone if a.name == some).state == "without megamoe, which is not measured"
+
+
 def test_no_round_is_no_figure() -> None:
     planned = arms(setup(), flags=EVERY_FLAG)
     found = analysis.analyse(planned, [], "input_tokens_per_s", "all")
