@@ -254,7 +254,8 @@ class Soak:
         finally:
             self.stalls.end()
         self.report.say("the load has ended; waits until all is idle")
-        after, held = before, {}
+        after: Sample = before
+        held: dict[str, float] = {}
         if alive := self.server.alive:
             try:
                 after, held = self.settle(_PATIENCE_S)
