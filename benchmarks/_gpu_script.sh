@@ -30,9 +30,9 @@ stack() {
   export PYTHONPATH="$root:$root/kernels:$root/connectors${PYTHONPATH:+:$PYTHONPATH}:$scratch/dist"
   export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
   export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
-  "$python" - "$me" "$scratch/dist" "$gpus" "$@" <<'P'
+  "$python" - "$scratch/dist" "$gpus" "$me" "$@" <<'P'
 import importlib.metadata, importlib.util, pathlib, sys, tomllib
-me, folder, gpus = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
+folder, gpus, me = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 try:
     importlib.metadata.version("glm-sglang")
 except importlib.metadata.PackageNotFoundError:

@@ -341,7 +341,7 @@ def test_the_metadata_for_a_bare_machine_is_the_installed_one(tmp_path: Path) ->
         .partition("\nP\n")[0]
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-", "the_script", str(tmp_path), "2", "nixl"],
+        [sys.executable, "-I", "-S", "-", str(tmp_path), "2", "the_script", "nixl"],
         cwd=ROOT,
         input="import importlib.metadata" + program,
         capture_output=True,
