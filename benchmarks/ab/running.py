@@ -22,6 +22,7 @@ Between = Literal["paused", "running", "ended"]
 
 
 _AWAKE_S = 60.0  # from SIGCONT to the first answer
+_BUSY_S = 20.0  # a server refuses to flush while pages are on their way to another tier
 
 
 class EndpointError(RuntimeError):
@@ -128,16 +129,22 @@ class Endpoint:
         if self.spec.flush is None:
             return
         for url in [self._target(name) for name in self.spec.flush] or [self.url]:
-            try:
-                answer = httpx.post(url + self.spec.flush_path, timeout=120.0, trust_env=False)
-                said = "" if answer.status_code == 200 else str(answer.status_code)
-            except httpx.HTTPError as error:
-                said = type(error).__name__
+            ends = time.monotonic() + _BUSY_S
+            while (said := self._flush_one(url)) == "400" and time.monotonic() < ends:
+                time.sleep(0.2)
             if said:
                 raise EndpointError(
                     f"{self.spec.name}: POST {url}{self.spec.flush_path} answered {said}; name the "
                     "processes that can be flushed with `flush`, another path with `flush_path`, or `flush: false`"
                 )
+
+    def _flush_one(self, url: str) -> str:
+        """What it says, or how it fails; "" when it is done."""
+        try:
+            answer = httpx.post(url + self.spec.flush_path, timeout=120.0, trust_env=False)
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        return "" if answer.status_code == 200 else str(answer.status_code)
 
     def _target(self, name: str) -> str:
         if name.startswith("http"):

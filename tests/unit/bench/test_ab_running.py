@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.ab.comparison import Plan, compare_cases
@@ -83,6 +84,23 @@ def test_what_an_endpoint_lacks_is_said() -> None:
         unflushed = Endpoint(Spec("x", url=a.url, flush=None))
         unflushed.flush()
         assert unflushed.flushed.startswith("not flushed")
+
+
+def test_a_server_that_is_busy_is_asked_again_to_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang answers 400 while anything is on its way; whatever else it answers is final."""
+    answers_given = iter([400, 400, 200, 404])
+    asked: list[str] = []
+
+    def post(url: str, **_: Any) -> httpx.Response:
+        asked.append(url)
+        return httpx.Response(next(answers_given))
+
+    monkeypatch.setattr(httpx, "post", post)
+    endpoint = Endpoint(Spec("a", url="http://h"))
+    endpoint.flush()
+    assert asked == ["http://h/flush_cache"] * 3
+    with pytest.raises(EndpointError, match="flush_cache answered 404"):
+        endpoint.flush()
 
 
 def bad(name: str) -> Endpoint:

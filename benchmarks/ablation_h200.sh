@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# The ablation on one H200 or two, in one visit of LIMIT seconds: three cases on arms that start once, side by side.
+#
+#   benchmarks/ablation_h200.sh [--dry-run]
+#
+#   cold_2048  prompts that are new, each one step of 2,048 rows on each GPU of prefill
+#   cold_long  prompts that are new, as long as the GPU's KV holds (64k)
+#   two_turn   six chats of 16k tokens; the KV holds four, so all first turns are gone when the second ones come
+#
+# GPUS=2: prefill CP2 and EP2 over both, decode on the second one beside it, one for all arms. PREFILL=1: prefill on the first GPU
+# alone (then MegaMoE has nobody to exchange with, and its row says so). GPUS=1: one server, no decode. REFERENCE=1: in miniature,
+# on a CPU.
+#
+# LIMIT=480  LAYERS=6  EXPERTS=32 a GPU of prefill  ROUNDS=6  OUT=folder, else benchmarks/results/MACHINE  SCRATCH=/tmp/ablation_h200
+# STOCK_PATH=folder that stock's prefill finds first (its sgl-deep-gemm)  STOCK_FLAGS  OWN_FLAGS  GRAPHS=auto|strict  PYTHON=python3
+# STACK_ENV=file: sourced first, where the Python packages are not installed but unpacked somewhere.
+#
+# $OUT gets ablation.json, or ablation.json.partial where it was interrupted; ablation.jsonl, the rounds, from which the next run
+# goes on when it lies there or in benchmarks/results/MACHINE; logs.tgz. Exit status: 0, 1 for no result, 2 for what cannot be.
+set -uo pipefail
+began=$SECONDS
+root=$(cd "$(dirname "$0")/.." && pwd) && cd "$root" || exit 2
+# shellcheck disable=SC2034  # of _gpu_script.sh
+me=ablation_h200
+dry=
+case "$*" in
+  "") ;;
+  --dry-run) dry=1 ;;
+  *) echo "$me: $* is not known; allowed: --dry-run" >&2; exit 2 ;;
+esac
+# shellcheck source=/dev/null
+if [ -n "${STACK_ENV:-}" ]; then set +u; . "$STACK_ENV"; set -u; fi
+# shellcheck source=benchmarks/_gpu_script.sh
+. "$root/benchmarks/_gpu_script.sh"
+
+GPUS=${GPUS:-2}; prefill=${PREFILL:-$GPUS}; limit=${LIMIT:-480}; reference=${REFERENCE:-}
+case $GPUS/$prefill in
+  1/1 | 2/1 | 2/2) ;;
+  *) echo "$me: GPUS is $GPUS and PREFILL $prefill, allowed: GPUS 1 or 2, PREFILL 1 to GPUS" >&2; exit 2 ;;
+esac
+python=${PYTHON:-python3}
+scratch=${SCRATCH:-/tmp/ablation_h200}
+kept=benchmarks/results/${MACHINE:-$([ "$GPUS" -eq 1 ] && echo h200 || echo "h200x$GPUS")}
+to=${OUT:-$kept}
+
+if [ -z "$reference" ]; then
+  platform=gpu; step=$((2048 * prefill)); long=65536; turn=16384; sessions=6; queue=24; held=69632
+  model=$scratch/models/wide
+  # A text and its question and roles are at most 80 tokens longer than --lengths says: a prompt stays within its steps.
+  room=80
+  # Servers share the GPUs: tokens bound the KV, the fraction leaves room for what the others take.
+  common="--page-size 64 --mem-fraction-static 0.9 --sampling-backend pytorch --watchdog-timeout 400 --skip-server-warmup"
+  common+=" --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion --cuda-graph-backend-decode disabled"
+  common+=" --max-running-requests 16 --sleep-on-idle --enable-metrics --enable-cache-report"
+  flags="$common --max-total-tokens $held --max-prefill-tokens $step --prefill-max-requests 1"
+  decode="$common --max-total-tokens $((4 * held))"
+  own="--glm-cache-pool-gb 8 --glm-prefill-graph-buckets 512,$step"
+  # The same buckets as ours has. Under prefill CP with EP stock has no graphs.
+  stock="--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 512 $step"
+else
+  platform=cpu; step=512; long=1024; turn=384; sessions=4; queue=2; held=1280; room=128
+  model=$scratch/models/tiny
+  common="--dtype float32 --enable-cache-report --skip-server-warmup --sleep-on-idle"
+  flags="$common --max-total-tokens $held"; decode="$common"; own="--glm-cache-pool-gb 1"; stock=
+fi
+arms=(--graphs "${GRAPHS:-auto}")
+if [ "$prefill" -eq 2 ]; then
+  flags="$flags --tp-size 2 --ep-size 2 --enable-prefill-cp --cp-strategy interleave --attn-cp-size 2"; stock=
+  # Graphs under prefill CP are captured no other way, for the first time: should they fail, the others together remain.
+  [ -n "$reference" ] || arms=(--graphs "${GRAPHS:-strict}" --also megamoe,cache)
+fi
+flags="$flags --chunked-prefill-size $step"
+layout=(--layout single)
+if [ "$GPUS" -eq 2 ]; then
+  layout=(--layout pair --share-decode "--decode-flags=$decode")
+  [ -n "$reference" ] || layout+=(--prefill-devices "$([ "$prefill" -eq 2 ] && echo 0,1 || echo 0)" --decode-devices 1)
+fi
+[ -z "${STOCK_PATH:-}" ] || arms+=(--stock-path "$STOCK_PATH")
+
+left() { # left SECONDS: what remains of the limit less these, one at least
+  local seconds=$((limit - $1 - (SECONDS - began)))
+  [ -z "$dry" ] || seconds=$((limit - $1))
+  echo $((seconds > 1 ? seconds : 1))
+}
+
+write_model() {
+  if [ -n "$reference" ]; then
+    limited "$(left 30)" "$python" -m glm_sglang.tiny_model "$model" --dtype fp8
+  else
+    limited "$(left 30)" "$python" -m benchmarks.moe_server --parts checkpoint --layers "${LAYERS:-6}" \
+      --experts "${EXPERTS:-$((32 * prefill))}" --checkpoints "$scratch/models"
+  fi
+}
+
+ablation() {
+  # After --seconds the round that has begun is asked of every arm, then all of them end.
+  limited "$(left 20)" "$python" -m benchmarks.ablation --model "$model" --platform $platform "${layout[@]}" "${arms[@]}" \
+    "--flags=$flags" "--own-flags=$own ${OWN_FLAGS:-}" "--stock-flags=${STOCK_FLAGS:-$stock}" \
+    --start together --between running --start-seconds "$(left 130)" --seconds "$(left 85)" --rounds "${ROUNDS:-6}" \
+    --bytes-per-token 1 --answer-tokens 2 \
+    --case "cold_2048: --workload long_context --lengths $((step - room)) --sessions $queue --concurrency 4" \
+    --case "cold_long: --workload long_context --lengths $((long - room)) --sessions 2 --concurrency 2" \
+    --case "two_turn: --workload two_turn --turns-apart --sessions $sessions --prompt-tokens $((turn - room)) \
+--added-tokens $((room + 128)) --concurrency 2 --label 'turn 2'" \
+    --logs "$scratch/logs" --partial "$scratch/ablation.json.partial" -o "$scratch/ablation.jsonl" --json
+}
+
+if [ -n "$dry" ]; then
+  echo "GPUS=$GPUS, prefill on $prefill; results to $to; at most $limit s; a dry run: nothing is started"
+  [ -n "$reference" ] || beside prewarm 120 "$python" -m benchmarks._prewarm
+  write_model
+  ablation
+  exit 0
+fi
+
+mkdir -p "$scratch/logs" "$scratch/models" "$to"
+# /health answers once a server is up, not after a token of its own; servers that start side by side change each other's memory.
+export SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=false
+prewarm=
+if [ -z "$reference" ]; then
+  stack "$GPUS" nixl sglang_router || exit 2
+  # Kernels compile while the model is written and servers start; with warm caches it is a few seconds.
+  beside prewarm 120 "$python" -m benchmarks._prewarm
+  prewarm=$!
+else
+  export GLM_SGLANG_PLATFORM=reference
+fi
+for folder in "$kept" "$to"; do # rounds that came back from an earlier visit
+  if [ -e "$folder/ablation.jsonl" ] && [ ! -e "$scratch/ablation.jsonl" ]; then cp "$folder/ablation.jsonl" "$scratch/"; fi
+done
+rm -f "$scratch/ablation.json.partial"
+code=1
+if write_model > "$scratch/logs/model.log" 2>&1; then
+  say "the model is there after $((SECONDS - began)) s; measuring for at most $(left 85) s"
+  ablation > "$scratch/ablation.out" 2> >(tee "$scratch/logs/ablation.log" >&2); code=$?
+else
+  say "no model, see model.log"
+fi
+[ -z "$prewarm" ] || { pkill -TERM -P "$prewarm"; wait "$prewarm"; } 2> /dev/null
+result=$(grep '^{' "$scratch/ablation.out" 2> /dev/null | tail -n 1)
+if [ $code -eq 0 ] && [ -n "$result" ]; then
+  echo "$result" > "$to/ablation.json"; rm -f "$to/ablation.json.partial"
+else
+  code=1; say "no result$([ ! -e "$scratch/ablation.json.partial" ] || echo "; what there was is in ablation.json.partial")"
+  [ ! -e "$scratch/ablation.json.partial" ] || cp "$scratch/ablation.json.partial" "$to/"
+fi
+if [ -n "${OUT:-}" ]; then # elsewhere rounds and logs stay where they are
+  [ ! -e "$scratch/ablation.jsonl" ] || cp "$scratch/ablation.jsonl" "$OUT/"
+  logs_to "$OUT" 200000
+fi
+say "done in $((SECONDS - began)) s: $to"
+exit $code
