@@ -54,7 +54,7 @@ if [ -z "$reference" ]; then
   common+=" --max-running-requests 16 --sleep-on-idle --enable-metrics --enable-cache-report"
   flags="$common --max-total-tokens $held --max-prefill-tokens $step --prefill-max-requests 1"
   decode="$common --max-total-tokens $((4 * held))"
-  own="--glm-cache-pool-gb 8 --glm-prefill-graph-buckets 512,$step"
+  own="--glm-cache-pool-gb 4 --glm-prefill-graph-buckets 512,$step"
   # The same buckets as ours has. Under prefill CP with EP stock has no graphs.
   stock="--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 512 $step"
 else
