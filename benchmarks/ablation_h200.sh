@@ -12,7 +12,8 @@
 # on a CPU.
 #
 # LIMIT=480  LAYERS=6  EXPERTS=32 a GPU of prefill  ROUNDS=6  OUT=folder, else benchmarks/results/MACHINE  SCRATCH=/tmp/ablation_h200
-# STOCK_PATH=folder that stock's prefill finds first (its sgl-deep-gemm)  STOCK_FLAGS  OWN_FLAGS  GRAPHS=auto|strict  PYTHON=python3
+# STOCK_PATH=folder that stock's prefill finds first (its sgl-deep-gemm)  OWN_FLAGS  GRAPHS=auto|strict  PYTHON=python3
+# STOCK_FLAGS=instead of what stock's prefill gets besides: of PREFILL=2 the parallel flags, else SGLang's prefill graphs
 # STACK_ENV=file: sourced first, where the Python packages are not installed but unpacked somewhere.
 #
 # $OUT gets ablation.json, or ablation.json.partial where it was interrupted; ablation.jsonl, the rounds, from which the next run
@@ -65,7 +66,8 @@ else
 fi
 arms=(--graphs "${GRAPHS:-auto}")
 if [ "$prefill" -eq 2 ]; then
-  flags="$flags --tp-size 2 --ep-size 2 --enable-prefill-cp --cp-strategy interleave --attn-cp-size 2"; stock=
+  cp="--tp-size 2 --ep-size 2 --enable-prefill-cp --cp-strategy interleave --attn-cp-size 2"
+  own="$cp $own"; stock=$cp
   # Graphs under prefill CP are captured no other way, for the first time: should they fail, the others together remain.
   [ -n "$reference" ] || arms=(--graphs "${GRAPHS:-strict}" --also megamoe,cache)
 fi
