@@ -45,7 +45,7 @@ kept=benchmarks/results/${MACHINE:-$([ "$GPUS" -eq 1 ] && echo h200 || echo "h20
 to=${OUT:-$kept}
 
 if [ -z "$reference" ]; then
-  platform=gpu; step=$((2048 * prefill)); long=65536; turn=16384; sessions=6; queue=24; held=69632
+  platform=gpu; step=$((2048 * prefill)); long=65536; turn=16384; sessions=6; queue=32; held=69632
   model=$scratch/models/wide
   # A text and its question and roles are at most 80 tokens longer than --lengths says: a prompt stays within its steps.
   room=80
@@ -100,10 +100,10 @@ ablation() {
     "--flags=$flags" "--own-flags=$own ${OWN_FLAGS:-}" "--stock-flags=${STOCK_FLAGS:-$stock}" \
     --start together --between running --start-seconds "$(left 130)" --seconds "$(left 85)" --rounds "${ROUNDS:-6}" \
     --bytes-per-token 1 --answer-tokens 2 \
-    --case "cold_2048: --workload long_context --lengths $((step - room)) --sessions $queue --concurrency 4" \
+    --case "cold_2048: --workload long_context --lengths $((step - room)) --sessions $queue --concurrency 8" \
     --case "cold_long: --workload long_context --lengths $((long - room)) --sessions 2 --concurrency 2" \
     --case "two_turn: --workload two_turn --turns-apart --sessions $sessions --prompt-tokens $((turn - room)) \
---added-tokens $((room + 128)) --concurrency 2 --label 'turn 2'" \
+--added-tokens $((room + 128)) --concurrency 3 --label 'turn 2'" \
     --logs "$scratch/logs" --partial "$scratch/ablation.json.partial" -o "$scratch/ablation.jsonl" --json
 }
 
