@@ -44,11 +44,11 @@ scratch=${SCRATCH:-/tmp/ablation_h200}
 kept=benchmarks/results/${MACHINE:-$([ "$GPUS" -eq 1 ] && echo h200 || echo "h200x$GPUS")}
 to=${OUT:-$kept}
 
+# A text and its question and roles are at most 80 tokens longer than --lengths says: a prompt stays within its steps.
+room=80
 if [ -z "$reference" ]; then
   platform=gpu; step=$((2048 * prefill)); long=65536; turn=16384; sessions=6; queue=32; held=69632
   model=$scratch/models/wide
-  # A text and its question and roles are at most 80 tokens longer than --lengths says: a prompt stays within its steps.
-  room=80
   # Servers share the GPUs: tokens bound the KV, the fraction leaves room for what the others take.
   common="--page-size 64 --mem-fraction-static 0.9 --sampling-backend pytorch --watchdog-timeout 400 --skip-server-warmup"
   common+=" --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion --cuda-graph-backend-decode disabled"
@@ -59,7 +59,7 @@ if [ -z "$reference" ]; then
   # The same buckets as ours has. Under prefill CP with EP stock has no graphs.
   stock="--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 512 $step"
 else
-  platform=cpu; step=512; long=1024; turn=384; sessions=4; queue=2; held=1280; room=128
+  platform=cpu; step=512; long=1024; turn=384; sessions=6; queue=2; held=1280
   model=$scratch/models/tiny
   common="--dtype float32 --enable-cache-report --skip-server-warmup --sleep-on-idle"
   flags="$common --max-total-tokens $held"; decode="$common"; own="--glm-cache-pool-gb 1"; stock=
