@@ -218,12 +218,12 @@ class Soak:
             for ids in prompts:
                 arm.prefill(ids)
                 arm.prefill(ids)
-            self.settle(_PATIENCE_S)
+            self.settle(2 * _LULL_S)
             self.client.flush(_LULL_S)
         # UPSTREAM: a server freezes its garbage collector once it has warmed itself up, which this one does not.
         httpx.post(self.server.url + "/freeze_gc", timeout=30, trust_env=False).raise_for_status()
 
-    def load(self) -> None:
+    def load(self, before: Sample) -> None:
         """Rounds, until the time is over or the server has gone."""
         client, seconds = self.client, self.args.seconds
         began = time.monotonic()
@@ -232,7 +232,9 @@ class Soak:
             number += 1
             client.round(min(self.setting.round_s, left))
             try:
-                self.settle(_LULL_S)
+                sample, held = self.settle(_LULL_S)
+                so_far = {"stall_ms": stalls(before, sample), "counts": counts(before, sample), "held": held}
+                self.report.put(so_far=so_far)
                 if number % 2:
                     client.flush(_LULL_S)
             except httpx.HTTPError as error:
@@ -252,7 +254,7 @@ class Soak:
         self.read()
         self.stalls.start()
         try:
-            self.load()
+            self.load(before)
         finally:
             self.stalls.end()
         self.report.say("the load has ended; waits until all is idle")
@@ -397,7 +399,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         report.put(up_s=round(time.monotonic() - report.began, 1))
-        report.put(**soak.run())
+        found = soak.run()
+        for name in ("so_far", "client"):  # for a run that is cut off
+            report.result.pop(name, None)
+        report.put(**found)
     final = _result.finish("cache_soak", report.result, args, device="cpu" if args.reference else None)
     report.put(**final)
     for reason in final["failed"]:
