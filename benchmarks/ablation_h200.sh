@@ -68,6 +68,8 @@ arms=(--graphs "${GRAPHS:-auto}")
 if [ "$prefill" -eq 2 ]; then
   cp="--tp-size 2 --ep-size 2 --enable-prefill-cp --cp-strategy interleave --attn-cp-size 2"
   own="$cp $own"; stock=$cp
+  # Stock's CP has kernels that only CUDA has.
+  [ -z "$reference" ] || stock="--tp-size 2 --ep-size 2"
   # Graphs under prefill CP are captured no other way, for the first time: should they fail, the others together remain.
   [ -n "$reference" ] || arms=(--graphs "${GRAPHS:-strict}" --also megamoe,cache)
 fi
