@@ -1,11 +1,13 @@
 """Graphs under interleaved context parallelism, for GLM-5.x.
 
-Targets       InterleaveCPBCGInput.supports; DSAInterleaveCPIndexerOverlap.prepare_qkv.
+Targets       InterleaveCPBCGInput.supports, .prepare; DSAInterleaveCPIndexerOverlap.prepare_qkv.
 Why           SGLang captures interleaved CP for GLM-5.3-Flash without expert parallelism only. And a layer that
               shares another's selection gathers its KV inside a segment, where the collective keeps the sizes of the
               capture: a step with fewer tokens would then write other rows into its slots. (Layers that select
-              gather at a break, with live sizes.)
-How           such a layer's gather becomes a break too, as SGLang's bcg_indexer_with_kv does for the others.
+              gather at a break, with live sizes.) And GLM-5.x's indexer stores a key for every slot it is given,
+              where GLM-5.3-Flash's pools keys: at its break the slots of padding are one too many.
+How           such a layer's gather becomes a break too, as SGLang's bcg_indexer_with_kv does for the others; a step's
+              slots end with its tokens.
 Upstream      none.
 Goes when     SGLang lists GlmMoeDsaForCausalLM there and gathers shared layers' KV at a break.
 """
@@ -38,6 +40,17 @@ def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
         and resolved_view(server_args).attn_cp_size > 1
         and ARCHITECTURE in model_config_of(server_args).hf_config.architectures
     )
+
+
+def prepare(
+    result: None, inputs: Any, runner: Any, forward_batch: Any, *, static_num_tokens: int, capture: bool
+) -> None:
+    """After InterleaveCPBCGInput.prepare: of the bucket's slots the step's own, at the same address.
+
+    forward_batch.out_cache_loc [tokens of the bucket] → [tokens of the step], int64. Attention's break cuts them itself.
+    """
+    if options.current().ours and not capture:
+        forward_batch.out_cache_loc = forward_batch.out_cache_loc[: forward_batch.extend_num_tokens]
 
 
 def prepare_qkv(

@@ -150,6 +150,18 @@ HOOKS: tuple[Hook, ...] = (
         platform="cuda",
     ),
     Hook(
+        target="sglang.srt.layers.cp.bcg.interleave_bcg.InterleaveCPBCGInput.prepare",
+        kind="after",
+        function=f"{_ROOM}.context_parallel:prepare",
+        why="at the indexer's break a padded step has more slots than keys, and its store refuses that",
+        remove_when="SGLang cuts out_cache_loc at the indexer's break",
+        also=(
+            "sglang.srt.layers.cp.bcg.interleave_bcg._indexer_with_kv",
+            f"{_INDEXER}._store_index_k_cache",
+        ),
+        platform="cuda",
+    ),
+    Hook(
         target=f"{_OVERLAP}.prepare_qkv",
         kind="around",
         function=f"{_ROOM}.context_parallel:prepare_qkv",

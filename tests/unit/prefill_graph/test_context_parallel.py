@@ -167,3 +167,23 @@ def test_glm_is_captured_under_cp_where_graphs_are_required(
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
     monkeypatch.setattr(overrides, "model_config_of", lambda arguments: config)
     assert context_parallel.supports(lambda arguments: upstream, object()) is expected
+
+
+@pytest.mark.parametrize(("capture", "slots"), [(False, 5), (True, 8)])
+def test_a_padded_steps_slots_end_with_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, capture: bool, slots: int
+) -> None:
+    """The store of index keys takes as many keys as slots (SGLang's kernel: "expected 1024 but got 1152")."""
+    monkeypatch.setattr(options, "current", lambda: Options(mode="strict"))
+    static = torch.arange(8)
+    batch = SimpleNamespace(out_cache_loc=static, extend_num_tokens=5)
+    context_parallel.prepare(None, object(), object(), batch, static_num_tokens=8, capture=capture)
+    assert batch.out_cache_loc.tolist() == list(range(slots))
+    assert batch.out_cache_loc.data_ptr() == static.data_ptr()  # segments hold the address
+
+
+def test_without_our_graphs_the_slots_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "current", lambda: Options(mode="off"))
+    batch = SimpleNamespace(out_cache_loc=torch.arange(8), extend_num_tokens=5)
+    context_parallel.prepare(None, object(), object(), batch, static_num_tokens=8, capture=False)
+    assert batch.out_cache_loc.numel() == 8
