@@ -50,7 +50,9 @@ def prepare(
     forward_batch.out_cache_loc [tokens of the bucket] → [tokens of the step], int64. Attention's break cuts them itself.
     """
     if options.current().ours and not capture:
-        forward_batch.out_cache_loc = forward_batch.out_cache_loc[: forward_batch.extend_num_tokens]
+        # UPSTREAM: prepare_mlp_sync_batch makes extend_num_tokens the bucket's; the lengths stay the step's.
+        tokens = sum(forward_batch.extend_seq_lens_cpu)
+        forward_batch.out_cache_loc = forward_batch.out_cache_loc[:tokens]
 
 
 def prepare_qkv(

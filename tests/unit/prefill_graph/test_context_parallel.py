@@ -176,7 +176,8 @@ def test_a_padded_steps_slots_end_with_its_tokens(
     """The store of index keys takes as many keys as slots (SGLang's kernel: "expected 1024 but got 1152")."""
     monkeypatch.setattr(options, "current", lambda: Options(mode="strict"))
     static = torch.arange(8)
-    batch = SimpleNamespace(out_cache_loc=static, extend_num_tokens=5)
+    # With MegaMoE or expert parallelism SGLang pads a step to its bucket and says so in extend_num_tokens.
+    batch = SimpleNamespace(out_cache_loc=static, extend_num_tokens=8, extend_seq_lens_cpu=[2, 3])
     context_parallel.prepare(None, object(), object(), batch, static_num_tokens=8, capture=capture)
     assert batch.out_cache_loc.tolist() == list(range(slots))
     assert batch.out_cache_loc.data_ptr() == static.data_ptr()  # segments hold the address
@@ -184,6 +185,6 @@ def test_a_padded_steps_slots_end_with_its_tokens(
 
 def test_without_our_graphs_the_slots_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "current", lambda: Options(mode="off"))
-    batch = SimpleNamespace(out_cache_loc=torch.arange(8), extend_num_tokens=5)
+    batch = SimpleNamespace(out_cache_loc=torch.arange(8), extend_seq_lens_cpu=[5])
     context_parallel.prepare(None, object(), object(), batch, static_num_tokens=8, capture=False)
     assert batch.out_cache_loc.numel() == 8
