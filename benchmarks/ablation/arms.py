@@ -233,7 +233,8 @@ def _processes(name: str, setup: Setup, module: str, flags: str) -> Spec:
         "--worker-startup-check-interval 1 --log-level warn",
     }
     shared = {"decode": processes.pop("decode")} if setup.share_decode else {}
-    flush = ("prefill", "decode")
+    # SGLang's decode half keeps no prefixes. It refuses to flush while it holds a request of any arm, also of one that has died.
+    flush = ("prefill",) if setup.share_decode else ("prefill", "decode")
     return Spec(name, processes=processes, flush=flush, ready={"router": "/readiness"}, shared=shared)
 
 

@@ -1,7 +1,7 @@
 """What captured buckets hold of a GPU's memory, from the model's sizes: for the planner, before anything is allocated.
 
 The graph pool holds what is alive at once in one layer; every layer and every bucket uses it again, so it grows with
-the rows of the largest bucket only.
+the rows of the largest bucket only. Where SGLang's breaks stay, each layer of each bucket keeps what they read and write.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ BUCKET_BYTES = 16 << 20  # executables of one bucket: a few thousand nodes
 # The pool over what is alive at once, for blocks don't pack. Measured on one H200: SGLang's own graphs of 8,192 rows of
 # true GLM-5.x widths held 3.5 GiB, 459 KB a row, of which 307 KB are alive.
 PACKING = 1.5
-_BF16 = 2
+# What breaks keep over the tensors counted here. Measured on two H200, CP2, true widths: 3.39 GiB for 8 layers of buckets with
+# 576 and 2,048 local rows, 1.93 GiB for 5 layers with 256 and 2,048; the tensors are 0.93 to 0.96 of that.
+KEEPING = 1.1
+_BF16, _INT32 = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class Sizes:
     value_dim: int
     experts: int
     expert_width: int
+    q_rank: int
+    selected: int
 
     @classmethod
     def of(cls, config: Any, *, attention_tp: int, moe_tp: int) -> Sizes:
@@ -44,6 +49,8 @@ class Sizes:
             value_dim=config.v_head_dim,
             experts=config.num_experts_per_tok,
             expert_width=config.moe_intermediate_size // moe_tp,
+            q_rank=config.q_lora_rank,
+            selected=config.index_topk,
         )
 
 
@@ -59,6 +66,23 @@ def row_bytes(sizes: Sizes) -> int:
     return int(PACKING * (max(attention, experts) + 3 * sizes.hidden * _BF16))
 
 
-def memory(sizes: Sizes, gpu_bytes: int) -> Memory:
-    """For the planner. `gpu_bytes` 0: unknown, no limit."""
-    return Memory(row_peak=row_bytes(sizes), bucket=BUCKET_BYTES, limit=int(gpu_bytes * SHARE))
+def kept_row_bytes(sizes: Sizes, cp_size: int) -> int:
+    """Bytes that one layer's breaks keep for one local row of one bucket, under context parallelism.
+
+    Attention's break reads queries and writes as many results; the indexer's reads its input and the compressed
+    queries and writes slots; the gather takes this rank's KV and gives every rank's.
+    """
+    latent = sizes.rank + sizes.rope
+    attention = sizes.heads * (latent + sizes.rank) * _BF16
+    indexer = (sizes.hidden + sizes.q_rank) * _BF16 + sizes.selected * _INT32
+    return int(KEEPING * (attention + indexer + (1 + cp_size) * latent * _BF16))
+
+
+def memory(sizes: Sizes, gpu_bytes: int, *, layers: int = 0, cp_size: int = 1) -> Memory:
+    """For the planner. `gpu_bytes` 0: unknown, no limit. `layers`: of the model, where SGLang's breaks stay."""
+    return Memory(
+        row_peak=row_bytes(sizes),
+        row_kept=layers * kept_row_bytes(sizes, cp_size),
+        bucket=BUCKET_BYTES,
+        limit=int(gpu_bytes * SHARE),
+    )

@@ -66,13 +66,18 @@ def _memory(server_args: Any, config: Any) -> buckets.Memory:
     from sglang.srt.utils.common import get_device_memory_capacity
 
     ranks = config.tp_size // max(config.attn_dp_size or 1, 1)
+    model = model_config_of(server_args).hf_config
     sizes = footprint.Sizes.of(
-        model_config_of(server_args).hf_config,
+        model,
         attention_tp=max(1, ranks // cp_size(config)),
         moe_tp=max(1, config.tp_size // config.ep_size),
     )
     mebibytes = get_device_memory_capacity(config.device)
-    return footprint.memory(sizes, int((mebibytes or 0) * 2**20))
+    gpu_bytes = int((mebibytes or 0) * 2**20)
+    sharing = cp_size(config)
+    if sharing == 1:
+        return footprint.memory(sizes, gpu_bytes)
+    return footprint.memory(sizes, gpu_bytes, layers=model.num_hidden_layers, cp_size=sharing)
 
 
 def cp_size(config: Any) -> int:

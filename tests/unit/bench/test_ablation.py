@@ -117,7 +117,7 @@ def test_one_decode_serves_all_arms_where_it_is_shared() -> None:
     found = [arm.spec for arm in arms(setup(share_decode=True), flags=EVERY_FLAG) if arm.spec]
     assert {tuple(spec.processes) for spec in found} == {("prefill", "router")}
     assert len({spec.shared["decode"] for spec in found}) == 1
-    assert all(spec.flush == ("prefill", "decode") for spec in found)
+    assert all(spec.flush == ("prefill",) for spec in found)  # decode keeps no prefixes
     apart = [arm.spec for arm in arms(setup(), flags=EVERY_FLAG) if arm.spec]
     assert apart[0].processes["decode"] == found[0].shared["decode"]
 

@@ -22,6 +22,9 @@ GLM = SimpleNamespace(
     v_head_dim=256,
     num_experts_per_tok=8,
     moe_intermediate_size=2048,
+    q_lora_rank=2048,
+    index_topk=2048,
+    num_hidden_layers=78,
 )
 
 
@@ -92,7 +95,7 @@ def test_buckets_reach_the_chunk(chosen: Any) -> None:
 
 
 def test_under_context_parallelism_every_rank_gets_whole_tiles(chosen: Any) -> None:
-    chosen(mode="auto")
+    chosen(memory=None, mode="auto")
     arguments = Arguments(enable_prefill_cp=True, tp_size=8)
     resolution.set_buckets(arguments, nothing)
     assert arguments.prefill.max_bs == 16384
@@ -173,6 +176,28 @@ def test_the_footprint_of_true_widths_is_what_was_measured() -> None:
     sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
     held = footprint.memory(sizes, 0).of([512, 1024, 2048, 4096, 8192])
     assert held == pytest.approx(3.5 * 2**30, rel=0.15)
+
+
+@pytest.mark.parametrize(("layers", "rows", "measured_gib"), [(8, (576, 2048), 3.39), (5, (256, 2048), 1.93)])
+def test_what_breaks_keep_under_context_parallelism_is_what_was_measured(
+    layers: int, rows: tuple[int, ...], measured_gib: float
+) -> None:
+    """Two H200, CP2: "break inputs hold … GiB". Counted too high rather than too low."""
+    sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
+    kept = footprint.memory(sizes, 0, layers=layers, cp_size=2).row_kept * sum(rows) / 2**30
+    assert measured_gib <= kept <= 1.1 * measured_gib
+
+
+def test_under_context_parallelism_the_plan_counts_what_every_layer_keeps(
+    chosen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen(memory=H200_MIB, mode="strict")
+    arguments = Arguments(enable_prefill_cp=True, tp_size=8, ep_size=8)
+    resolution.set_buckets(arguments, nothing)
+    sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
+    rows = sum(buckets.local_rows(bucket, 8) for bucket in arguments.prefill.bs)
+    assert 0 < rows * 78 * footprint.kept_row_bytes(sizes, 8) < H200_MIB * 2**20 / 8
+    assert "run eagerly" in caplog.text
 
 
 def test_tensor_parallel_heads_and_experts_take_their_share() -> None:
