@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The article's node, all five changes: eight GPUs, or four or two. Built on a machine without GPUs; not run on one yet.
+# The article's node, all five changes: eight GPUs, or four or two. Run on two (stages b and d), not on four or eight yet.
 #
 #   benchmarks/eight_gpus.sh [--dry-run] [a] [b] [c] [d]        (all four without a name)
 #

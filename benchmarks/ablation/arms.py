@@ -233,7 +233,7 @@ def _processes(name: str, setup: Setup, module: str, flags: str) -> Spec:
         "--worker-startup-check-interval 1 --log-level warn",
     }
     shared = {"decode": processes.pop("decode")} if setup.share_decode else {}
-    # SGLang's decode half keeps no prefixes. It refuses to flush while it holds a request of any arm, also of one that has died.
+    # SGLang's decode half keeps no prefixes, and refuses to flush while it holds a request of any arm, of a dead one too.
     flush = ("prefill",) if setup.share_decode else ("prefill", "decode")
     return Spec(name, processes=processes, flush=flush, ready={"router": "/readiness"}, shared=shared)
 

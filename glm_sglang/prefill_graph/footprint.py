@@ -16,8 +16,8 @@ BUCKET_BYTES = 16 << 20  # executables of one bucket: a few thousand nodes
 # The pool over what is alive at once, for blocks don't pack. Measured on one H200: SGLang's own graphs of 8,192 rows of
 # true GLM-5.x widths held 3.5 GiB, 459 KB a row, of which 307 KB are alive.
 PACKING = 1.5
-# What breaks keep over the tensors counted here. Measured on two H200, CP2, true widths: 3.39 GiB for 8 layers of buckets with
-# 576 and 2,048 local rows, 1.93 GiB for 5 layers with 256 and 2,048; the tensors are 0.93 to 0.96 of that.
+# What breaks keep over the tensors counted here. Measured on two H200, CP2, true widths: 3.39 GiB for 8 layers of buckets
+# with 576 and 2,048 local rows, 1.93 GiB for 5 layers with 256 and 2,048; the tensors are 0.93 to 0.96 of that.
 KEEPING = 1.1
 _BF16, _INT32 = 2, 4
 
