@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 from glm_connectors.tiers import Namespace
@@ -13,10 +16,13 @@ from glm_sglang.cache.device_pages import DevicePages
 from glm_sglang.errors import UsageError
 
 _CONTEXT = "glm_sglang 2026 cache: identity of a checkpoint"
-# What is read of each weight file: its head, which names and places every tensor, and samples of the values.
+# Read of a weight file: of safetensors the head and the middle of every tensor, of others the first MiB and samples.
 _HEAD_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 8
+_TENSOR_BYTES = 1 << 12
+_SMALL_BYTES = 1 << 16  # a tensor up to this is read whole
+_READERS = 16  # GLM-5.x has 120,000 tensors; a file system over a network takes a millisecond for each
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")  # the first kind that is there
 # Fields of config.json that say where it came from, not what it computes.
 _UNRELATED = ("_name_or_path", "transformers_version")
@@ -47,8 +53,9 @@ def folder_of(model_path: str, revision: str | None, cache_dir: str | None = Non
 def checkpoint_digest(folder: Path) -> str:
     """A digest of a checkpoint's weights: the same for copies of it, another for other weights.
 
-    The folder's files are sampled (name, size, head, eight places), not read whole; a fine-tune differs in every sample.
-    UsageError where it holds no weights that are known here.
+    The folder's files are sampled, not read whole: name, size, head, and 4 KiB in the middle of every tensor (64 KiB and
+    less: whole). A fine-tune differs there in whatever tensor it touched; a tensor of which a part was edited may not.
+    UsageError where the folder holds no weights that are known here.
     """
     hasher = blake3(derive_key_context=_CONTEXT)
     files = next((found for kind in _WEIGHTS if (found := sorted(folder.glob(kind)))), [])
@@ -57,15 +64,37 @@ def checkpoint_digest(folder: Path) -> str:
             f"--glm-cache-url: {folder} holds no weights ({', '.join(_WEIGHTS)}) by which to tell its pages from other "
             "models'; give --model-path a folder that does"
         )
-    for file in files:
-        size = file.stat().st_size
-        hasher.update(f"{file.name}:{size}\n".encode())
-        with file.open("rb") as stream:
-            hasher.update(stream.read(_HEAD_BYTES))
-            for part in range(1, _SAMPLES + 1):
-                stream.seek(max(0, size * part // _SAMPLES - _SAMPLE_BYTES))
-                hasher.update(stream.read(_SAMPLE_BYTES))
+    with ThreadPoolExecutor(_READERS) as readers:
+        for file in files:
+            hasher.update(f"{file.name}:{file.stat().st_size}\n".encode())
+            with file.open("rb") as stream:
+                for sample in readers.map(
+                    partial(os.pread, stream.fileno()), *zip(*_samples(file, stream), strict=True)
+                ):
+                    hasher.update(sample)
     return hasher.hexdigest()[:32]
+
+
+def _samples(file: Path, stream: BinaryIO) -> list[tuple[int, int]]:
+    """Where to read a weight file: (bytes, offset) each."""
+    size = file.stat().st_size
+    if file.suffix == ".safetensors":
+        try:
+            length = int.from_bytes(stream.read(8), "little")
+            head = json.loads(stream.read(length) if length < size else b"")
+            spans = sorted(entry["data_offsets"] for name, entry in head.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"--glm-cache-url: {file} is no safetensors file ({error}); --model-path needs whole weights"
+            ) from None
+        start = 8 + length
+        samples = [(start, 0)]
+        for begin, end in spans:
+            taken = end - begin if end - begin <= _SMALL_BYTES else _TENSOR_BYTES
+            samples.append((taken, start + (begin + end - taken) // 2))
+        return samples
+    places = (max(0, size * part // _SAMPLES - _SAMPLE_BYTES) for part in range(1, _SAMPLES + 1))
+    return [(_HEAD_BYTES, 0)] + [(_SAMPLE_BYTES, place) for place in places]
 
 
 def config_digest(folder: Path) -> str:

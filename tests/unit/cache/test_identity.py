@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from glm_sglang.cache import identity
 from glm_sglang.errors import UsageError
@@ -25,12 +27,40 @@ def test_a_copy_is_the_same_and_other_weights_are_not(
     shutil.copytree(model, tuned)
     file = next(tuned.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
-    data[-100] ^= 1  # the last tensor's values
+    data[-1] ^= 1  # the last tensor's values: a norm's
     file.write_bytes(data)
     mine = identity.checkpoint_digest(model)
     assert identity.checkpoint_digest(copy) == mine
     assert identity.checkpoint_digest(tuned) != mine
     assert identity.config_digest(tuned) == identity.config_digest(model)
+
+
+def test_one_byte_in_the_middle_of_any_tensor_makes_other_weights(tmp_path: Path) -> None:
+    """Of a file of 9 MiB: whichever tensor was tuned, its pages are not the other model's."""
+    torch.manual_seed(1)
+    tensors = {f"layer{i}": torch.randn(size) for i, size in enumerate((7, 16384, 16385, 1 << 20, 1 << 20))}
+    model = tmp_path / "model"
+    model.mkdir()
+    file = model / "model.safetensors"
+    save_file(tensors, file)
+    whole, mine = file.read_bytes(), identity.checkpoint_digest(model)
+    head = int.from_bytes(whole[:8], "little")
+    spans = [entry["data_offsets"] for entry in json.loads(whole[8 : 8 + head]).values()]
+    assert len(spans) == len(tensors)
+    for begin, end in spans:
+        changed = bytearray(whole)
+        changed[8 + head + (begin + end) // 2] ^= 1
+        file.write_bytes(changed)
+        assert identity.checkpoint_digest(model) != mine
+    file.write_bytes(whole)
+    assert identity.checkpoint_digest(model) == mine
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", b"1234567"])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match=r"model\.safetensors is no safetensors file"):
+        identity.checkpoint_digest(tmp_path)
 
 
 def test_of_a_config_what_it_computes_counts(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
