@@ -1,0 +1,93 @@
+"""What a newcomer gets: `make demo` or `make test` in a fresh clone and an empty environment, timed.
+
+    python -m benchmarks.newcomer demo --save --json      # `make demo`, twice: set-up and all, then set up
+    python -m benchmarks.newcomer test --save --json      # `make test`, set up before by `make lint`
+
+The clone is of HEAD, in a new folder; its only variables are PATH and HOME, which is new as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from benchmarks import _result
+
+ROOT = Path(__file__).resolve().parent.parent
+_SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error)\b.*) =+$")
+
+
+def make(target: str, clone: Path, home: Path) -> dict[str, Any]:
+    """Runs a target there: its exit status, seconds, and pytest's last lines; its output goes to standard error."""
+    began = time.monotonic()
+    summaries = []
+    with subprocess.Popen(
+        ["make", target],
+        cwd=clone,
+        env={"PATH": os.environ["PATH"], "HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", file=sys.stderr, flush=True)
+            if found := _SUMMARY.match(line.strip()):
+                summaries.append(found[1])
+    result = {"target": target, "status": process.returncode, "seconds": round(time.monotonic() - began, 1)}
+    return result | ({"tests": summaries} if summaries else {})
+
+
+def measure(kind: str, folder: Path) -> dict[str, Any]:
+    """Clones HEAD into `folder` and runs what `kind` names."""
+    clone, home = folder / "clone", folder / "home"
+    home.mkdir(parents=True)
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    head = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    if kind == "test":
+        runs = [make("lint", clone, home), make("test", clone, home)]  # the first sets up
+        return {"commit": commit, "runs": runs, "seconds": runs[-1]["seconds"]}
+    runs = [make("demo", clone, home) for _ in range(2)]
+    report = clone / "demo-report.json"
+    said = orjson.loads(report.read_bytes()) if report.exists() else {}
+    return {"commit": commit, "runs": runs, **said}
+
+
+def main() -> int:
+    """Exit status: 0, 1 where a target failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.newcomer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=("demo", "test"))
+    parser.add_argument(
+        "--folder", type=Path, help="an empty folder for the clone, kept (one that goes again)"
+    )
+    _result.add_arguments(parser)
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="newcomer-"))
+    try:
+        result = measure(args.kind, folder)
+    finally:
+        if args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    question = "demo" if args.kind == "demo" else "make_test"
+    _result.finish(question, result, args, module="benchmarks.newcomer", device="cpu")
+    return int(any(run["status"] for run in result["runs"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
