@@ -26,7 +26,7 @@ setup: ## a virtual environment for the reference platform (no GPU)
 setup-gpu: ## the same with the GPU stack
 	@launch/setup.sh "$(VENV)" gpu
 
-demo: setup ## prefill, decode and router on this machine, a two-turn chat, a table
+demo: setup ## prefill, decode and router on this machine, a two-turn chat, a table (DEMO_RESTART=valkey|prefill between the turns)
 	@"$(BIN)/python" -m launch.demo
 
 test: ## the tests that need no GPU, but for the minutes-long ones, and lint

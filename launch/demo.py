@@ -1,8 +1,9 @@
 """`make demo`: prefill, decode and router on this machine, a two-turn chat over real text, and a table of what happened.
 
 Nothing here is special to the demo: the same launcher, flags and router as on a GPU node, on free ports, with a small
-GLM-5.3-shaped checkpoint that is made on the spot. DEMO_KEEP=1 leaves it serving until Ctrl-C. DEMO_RESTART=valkey or
-DEMO_RESTART=prefill restarts that one between the turns: the second turn keeps its hits.
+GLM-5.3-shaped checkpoint that is made on the spot. DEMO_KEEP=1 leaves it serving until Ctrl-C. Between the turns,
+DEMO_RESTART=valkey pushes turn 1 out of a small device pool and restarts Valkey, empty: turn 2 has its hits from the
+CPU pool. DEMO_RESTART=prefill restarts prefill, whose device and pool are empty then: turn 2 has them from Valkey.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ REPORT = ROOT / "demo-report.json"
 TEXT_BYTES = 2600
 QUESTIONS = ("What does this text allow me to do?", "And what must I do in return?")
 ANSWER_TOKENS = 48
+PAGE = 64
 #: The FP8 checkpoint dequantised to float32: on a CPU twice as fast as bfloat16, and nothing is rounded.
 SERVER_ARGS = (
     *("--served-model-name", "glm-5.3-tiny", "--dtype", "float32"),
@@ -43,7 +45,8 @@ SERVER_ARGS = (
 
 #: What the prefill node has besides: a CPU pool, and a Valkey that outlives it.
 CACHE_ARGS = ("--glm-cache-pool-gb", "0.5", "--glm-cache-wait", "2000")
-RESTARTS = ("", "valkey", "prefill")
+#: What may be restarted between the turns, and prefill's arguments for it: a device that has room for one prompt.
+RESTARTS = {"": (), "valkey": ("--max-total-tokens", "3072"), "prefill": ()}
 
 console = Console(stderr=False)
 
@@ -52,13 +55,15 @@ console = Console(stderr=False)
 class Turn:
     """One turn as the client saw it. Seconds are wall-clock from sending the request.
 
-    pool_tokens: of the cached tokens, those that the device had lost and the CPU pool gave back.
+    pool_tokens: of the cached tokens, those that the device had lost and the CPU pool gave back; valkey_tokens: of these,
+    those that the pool had lost too and Valkey gave back.
     """
 
     turn: int
     prompt_tokens: int
     cached_tokens: int
     pool_tokens: int
+    valkey_tokens: int
     output_tokens: int
     ttft_s: float
     prefill_tokens_per_s: float
@@ -141,21 +146,37 @@ def start(cluster: Cluster) -> None:
         live.update(draw())
 
 
-def pool_tokens(cluster: Cluster) -> int:
-    """Tokens that the prefill node has loaded from its CPU pool so far."""
+def counted(cluster: Cluster, name: str, label: str = "") -> int:
+    """A counter of the prefill node's cache: the sum of its children, or of those with this label."""
     metrics = httpx.get(f"{cluster.prefills[0].url}/metrics", timeout=10, trust_env=False).text
-    loaded = [line for line in metrics.splitlines() if line.startswith("glm_sglang:cache_load_pages_total{")]
-    return 64 * sum(round(float(line.rpartition(" ")[2])) for line in loaded)
+    children = [
+        line for line in metrics.splitlines() if line.startswith(f"glm_sglang:{name}{{") and label in line
+    ]
+    return sum(round(float(line.rpartition(" ")[2])) for line in children)
 
 
-def restart(what: str, cluster: Cluster, valkey: EmbeddedServer) -> None:
+def loaded(cluster: Cluster) -> tuple[int, int]:
+    """Tokens that the prefill node has taken from its CPU pool so far, and those that the pool has had from Valkey."""
+    hits = counted(cluster, "cache_hit_pages_total", 'tier="valkey"')
+    return PAGE * counted(cluster, "cache_load_pages_total"), PAGE * hits
+
+
+def restart(what: str, cluster: Cluster, valkey: EmbeddedServer, client: httpx.Client, first: Turn) -> None:
     """Ends the Valkey server, or prefill, and starts it again at the same address, with nothing in memory."""
     began = time.monotonic()
     if what == "valkey":
+        other = (ROOT / "LICENSE").read_text()[TEXT_BYTES:][:2900]
+        message = {"role": "user", "content": other}
+        body = {"model": "glm-5.3-tiny", "messages": [message], "max_tokens": 1}
+        client.post("/v1/chat/completions", json=body).raise_for_status()
+        console.print("\nanother prompt has pushed turn 1 out of the device", style="bold")
         valkey.stop()
         valkey.start()
     elif what == "prefill":
-        time.sleep(2)  # the first turn's pages are on their way to Valkey
+        while counted(cluster, "cache_saved_pages_total") < first.prompt_tokens // PAGE:
+            if time.monotonic() - began > 30:
+                raise RuntimeError("turn 1 has not come to Valkey in 30 s")
+            time.sleep(0.2)
         cluster.prefills[0].stop()
         cluster.prefills[0].start()
         cluster.prefills[0].wait_ready()
@@ -176,7 +197,7 @@ def ask(client: httpx.Client, number: int, messages: list[dict[str, str]], clust
         "stream_options": {"include_usage": True},
     }
     answer, first, usage = "", 0.0, {}
-    loaded_before = pool_tokens(cluster) if number > 1 else 0
+    before = loaded(cluster) if number > 1 else (0, 0)
     sent = time.monotonic()
     console.print(f"\n[bold]turn {number}[/bold]  {messages[-1]['content'][-60:]!r}")
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -202,11 +223,13 @@ def ask(client: httpx.Client, number: int, messages: list[dict[str, str]], clust
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if number > 1:
         time.sleep(1.1)  # metrics are brought up to date once a second
+    after = loaded(cluster) if number > 1 else (0, 0)
     return Turn(
         turn=number,
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=cached,
-        pool_tokens=pool_tokens(cluster) - loaded_before if number > 1 else 0,
+        pool_tokens=after[0] - before[0],
+        valkey_tokens=after[1] - before[1],
         output_tokens=usage["completion_tokens"],
         ttft_s=round(first - sent, 3),
         prefill_tokens_per_s=round((usage["prompt_tokens"] - cached) / (first - sent), 1),
@@ -223,14 +246,16 @@ def show(turns: list[Turn], first_answer_s: float, memory_bytes: int) -> None:
         "prompt tokens",
         "cached tokens",
         "from the pool",
+        "from Valkey",
         "TTFT s",
         "prefill tokens/s",
         "decode tokens/s",
     ):
         table.add_column(name, justify="right")
     for turn in turns:
-        numbers = (turn.turn, turn.prompt_tokens, turn.cached_tokens, turn.pool_tokens, turn.ttft_s)
-        table.add_row(*map(str, numbers), str(turn.prefill_tokens_per_s), str(turn.decode_tokens_per_s))
+        tokens = (turn.prompt_tokens, turn.cached_tokens, turn.pool_tokens, turn.valkey_tokens)
+        speeds = (turn.ttft_s, turn.prefill_tokens_per_s, turn.decode_tokens_per_s)
+        table.add_row(*map(str, (turn.turn, *tokens, *speeds)))
     console.print()
     console.print(table)
     report = {
@@ -286,11 +311,11 @@ def main() -> int:
     text = (ROOT / "LICENSE").read_text()[:TEXT_BYTES]
     to_restart = os.environ.get("DEMO_RESTART", "")
     if to_restart not in RESTARTS:
-        console.print(f"[red]DEMO_RESTART is {to_restart!r}, allowed: {', '.join(RESTARTS[1:])}")
+        console.print(f"[red]DEMO_RESTART is {to_restart!r}, allowed: {', '.join(filter(None, RESTARTS))}")
         return 2
     model = checkpoint()
     valkey = EmbeddedServer()
-    prefill_args = (*SERVER_ARGS, "--glm-cache-url", valkey.url, *CACHE_ARGS)
+    prefill_args = (*SERVER_ARGS, "--glm-cache-url", valkey.url, *CACHE_ARGS, *RESTARTS[to_restart])
     cluster = Cluster(model, prefill_args=prefill_args, decode_args=SERVER_ARGS, logs=WORK / "logs")
     watch = MemoryWatch(cluster, valkey)
     try:
@@ -300,7 +325,7 @@ def main() -> int:
         with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False) as client:
             ready = time.monotonic()
             turns = [ask(client, 1, messages, cluster)]
-            restart(to_restart, cluster, valkey)
+            restart(to_restart, cluster, valkey, client, turns[0])
             messages.append({"role": "user", "content": QUESTIONS[1]})
             turns.append(ask(client, 2, messages, cluster))
         watch.sample()

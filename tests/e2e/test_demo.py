@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -27,13 +28,13 @@ DEMO = [sys.executable, "-m", "launch.demo"]
 SOON_S = 60
 
 
-def start(output: Path) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+def start(output: Path, **env: str) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
     """The demo with DEMO_KEEP=1 in a process group of its own, and what stops it when this process is killed."""
     with output.open("wb") as out:
         process = subprocess.Popen(
             DEMO,
             cwd=ROOT,
-            env={**os.environ, "DEMO_KEEP": "1", "COLUMNS": "200"},
+            env={**os.environ, "DEMO_KEEP": "1", "COLUMNS": "200", **env},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -137,13 +138,21 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.
             watcher.communicate()
 
 
-def test_the_table_and_the_report_say_the_same(demo: tuple[subprocess.Popen[bytes], Path]) -> None:
-    report = orjson.loads((ROOT / "demo-report.json").read_bytes())
+@pytest.fixture(scope="module")
+def report(demo: tuple[subprocess.Popen[bytes], Path]) -> dict[str, Any]:
+    """What that demo has written."""
+    return dict(orjson.loads((ROOT / "demo-report.json").read_bytes()))
+
+
+def test_the_table_and_the_report_say_the_same(
+    demo: tuple[subprocess.Popen[bytes], Path], report: dict[str, Any]
+) -> None:
     first, second = report["turns"]
     assert first["prompt_tokens"] > 2000
     assert first["cached_tokens"] == 0
     # Turn 2 repeats turn 1's prompt; whole pages of it are cached on the prefill node.
     assert second["cached_tokens"] == first["prompt_tokens"] // PAGE * PAGE
+    assert (second["pool_tokens"], second["valkey_tokens"]) == (0, 0)  # the device has them still
     assert report["peak_memory_gib"] < 8
     text = demo[1].read_text()
     for turn in report["turns"]:
@@ -168,6 +177,36 @@ def test_ctrl_c_leaves_no_process(demo: tuple[subprocess.Popen[bytes], Path]) ->
     line = next(line for line in output.read_text().splitlines() if line.startswith("curl "))
     with pytest.raises(httpx.ConnectError):
         httpx.get(line.split()[1], trust_env=False)
+
+
+@pytest.mark.parametrize("what", ["valkey", pytest.param("prefill", marks=pytest.mark.slow)])
+def test_a_restart_between_the_turns_keeps_the_hits(
+    what: str, demo: tuple[subprocess.Popen[bytes], Path], report: dict[str, Any], tmp_path: Path
+) -> None:
+    """As many cached tokens and the same answers as without a restart; whence they came, the report says."""
+    demo[0].terminate()  # where the test before this one has not run
+    demo[0].wait(timeout=90)
+    output = tmp_path / "output"
+    process, watcher = start(output, DEMO_RESTART=what, DEMO_KEEP="")
+    try:
+        assert process.wait(timeout=400) == 0, output.read_text()
+    finally:
+        process.terminate()
+        process.wait()
+        watcher.kill()
+        watcher.communicate()
+    assert f"{what} was restarted" in output.read_text()
+    turns = orjson.loads((ROOT / "demo-report.json").read_bytes())["turns"]
+    for kept, usual in zip(turns, report["turns"], strict=True):
+        for name in ("prompt_tokens", "cached_tokens", "answer"):
+            assert kept[name] == usual[name], name
+    second = turns[1]
+    if what == "valkey":
+        # The prompt between the turns leaves the device room for 2 of its 48 pages.
+        assert second["pool_tokens"] >= second["cached_tokens"] - 2 * PAGE > 0
+        assert second["valkey_tokens"] == 0
+    else:
+        assert second["pool_tokens"] == second["valkey_tokens"] == second["cached_tokens"] > 0
 
 
 def groups_of(pid: int) -> list[int]:
