@@ -189,9 +189,9 @@ def test_a_restarted_server_is_used_again(scheme: str) -> None:
     assert run(restart, scheme, repaired=True) == (WORKERS, None, None, True)
 
 
-def gets_cancelled_through_a_slow_proxy(port: int) -> tuple[int, int, int, int, int]:
-    """2000 gets over redis-py, 30 % cancelled while the proxy holds their reply: right and wrong replies,
-    cancelled, workers, bytes taken.
+def gets_cancelled_through_a_slow_proxy(port: int, gets: int, share: float) -> tuple[int, int, int, int, int]:
+    """Gets over redis-py, of which a share is cancelled while they wait or the proxy holds their reply: right and
+    wrong replies, cancelled, workers, bytes taken.
     """
     rng = random.Random(0)
     count = SimpleNamespace(right=0, wrong=0, cancelled=0)
@@ -219,7 +219,7 @@ def gets_cancelled_through_a_slow_proxy(port: int) -> tuple[int, int, int, int, 
     async def one(mark: int, gate: asyncio.Semaphore) -> None:
         async with gate:
             call = asyncio.ensure_future(tier.connector.get(tier.key(mark)))
-            if rng.random() < 0.3:
+            if rng.random() < share:
                 await asyncio.sleep(0.004 * rng.random())
                 call.cancel()
             done, _ = await asyncio.wait({call}, timeout=patience())
@@ -236,7 +236,7 @@ def gets_cancelled_through_a_slow_proxy(port: int) -> tuple[int, int, int, int, 
 
     async def main() -> None:
         gate = asyncio.Semaphore(32)
-        for _ in range(40):
+        for _ in range(gets // len(keys)):
             await asyncio.gather(*(one(mark, gate) for mark in keys))
             if not tier.live:
                 return
@@ -247,9 +247,11 @@ def gets_cancelled_through_a_slow_proxy(port: int) -> tuple[int, int, int, int, 
 
 
 def test_cancelled_gets_leave_every_reply_with_its_key(valkey: Any) -> None:
-    *_, live, _ = run(gets_cancelled_through_a_slow_proxy, valkey.port, repaired=False)
+    """redis-py 2665, with 10,000 cancels."""
+    scenario = gets_cancelled_through_a_slow_proxy
+    *_, live, _ = run(scenario, valkey.port, 2000, 0.75, repaired=False)
     assert live == 0
-    right, wrong, cancelled, live, used = run(gets_cancelled_through_a_slow_proxy, valkey.port, repaired=True)
+    right, wrong, cancelled, live, used = run(scenario, valkey.port, 15_000, 0.75, repaired=True)
     assert (wrong, live, used) == (0, WORKERS, 0)
-    assert right + cancelled == 2000
-    assert 200 < cancelled < 900
+    assert right + cancelled == 15_000
+    assert 10_000 < cancelled < 13_000
