@@ -55,9 +55,16 @@ def ranks(make_tree: Callable[..., Tree]) -> Iterator[Ranks]:
         yield Ranks(make_tree, pool)
 
 
-def test_differing_prefixes_give_the_shortest_common(ranks: Ranks) -> None:
+@pytest.fixture
+def real_ranks(node: Callable[..., Tree]) -> Iterator[Ranks]:
+    """Each with a pool of its own, over one Valkey."""
+    with ThreadPoolExecutor(2) as pool:
+        yield Ranks(node, pool)
+
+
+def test_differing_prefixes_give_the_shortest_common(real_ranks: Ranks) -> None:
     """LMCache 1467: ranks disagree on the hit length. Both use the shorter one, and load it."""
-    tokens = prompt(5)
+    ranks, tokens = real_ranks, prompt(5, seed=1467)
     for tree, pages in zip(ranks.trees, (5, 3), strict=True):
         saved(tree, tokens[: pages * PAGE])
     ranks.together()
@@ -71,13 +78,14 @@ def test_differing_prefixes_give_the_shortest_common(ranks: Ranks) -> None:
         tree.linker._loads.quiesce()
         assert loaded.numel() == 3 * PAGE
         assert restored(tree, tokens, loaded)
-        assert tree.store.pinned == 0
+        assert tree.store.metrics["cache_pinned_bytes", "load"] == 0
 
 
-def test_one_rank_without_the_prompt_makes_it_a_miss(ranks: Ranks) -> None:
-    saved(ranks.trees[0], prompt(4))
+def test_one_rank_without_the_prompt_makes_it_a_miss(real_ranks: Ranks) -> None:
+    ranks, tokens = real_ranks, prompt(4, seed=2979)
+    saved(ranks.trees[0], tokens)
     ranks.together()
-    pairs = [(tree, tree.request([*prompt(4), 7], rid="r")) for tree in ranks.trees]
+    pairs = [(tree, tree.request([*tokens, 7], rid="r")) for tree in ranks.trees]
     assert ranks.both(lambda pair: pair[0].match(pair[1]), pairs) == [(0, 0)] * 2
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +286,25 @@ def test_writes_resume_after_a_long_stall() -> None:
         assert store.get(0, ["b"], [buffer]) == [5]
         assert bytes(buffer) == b"value"
         store.close()
+
+
+@pytest.mark.slow
+def test_saves_resume_after_fifty_seconds(rank: Make) -> None:
+    """LMCache 4368 by the wall, with the tier's queue: what came in the stall is stored within 30 s of its end."""
+    with EmbeddedServer() as server:
+        writer = rank(server.url)
+        assert writer.save(keys(5, "before")) == 5
+        os.kill(server.pid, signal.SIGSTOP)
+        for moment in ("early", "late"):
+            time.sleep(25)
+            writer.commit(keys(20, moment))
+        os.kill(server.pid, signal.SIGCONT)
+        until(lambda: writer.metrics["cache_saved_pages"] == 45, 30)
+        assert writer.metrics["cache_store_failures", "put", "timeout"] > 0
+        reader = rank(server.url, writer=False)
+        for moment in ("before", "early", "late"):
+            assert reader.fetch(keys(20, moment)[: 5 if moment == "before" else 20]) == "complete"
+        until(writer.idle)
 
 
 def test_puts_for_a_store_that_stays_down_are_given_up(rank: Make) -> None:
