@@ -157,9 +157,14 @@ def test_valkey_restarted_between_the_turns(pair: Cached, expected: Callable[...
     pair.push_out(2)
     pair.valkey.stop()
     pair.valkey.start()
+    before = Metrics(pair.prefill.url)
     second = first + prompt(70, 4)
     answer = pair.ask(second)
     assert (answer["output_ids"], cached(answer)) == (expected(second), 5 * PAGE)
+    loads, hits = before.sum("cache_load_pages_total"), before.sum("cache_hit_pages_total", tier="valkey")
+    after = settled(pair.prefill.url, lambda m: m.sum("cache_load_pages_total") > loads)
+    assert after.sum("cache_load_pages_total") == loads + 5
+    assert after.sum("cache_hit_pages_total", tier="valkey") == hits
 
 
 def test_pool_lost_between_the_turns(pair: Cached, expected: Callable[..., list[int]]) -> None:
@@ -365,9 +370,30 @@ def test_every_counter_moves_or_is_there(pair: Cached) -> None:
             "lmcache_"
         )  # by what they repair: tests/unit/test_lmcache_*.py move each
         assert metric.name in known | QUIET or repairs, metric.name
-    # The article's two signals.
-    assert metrics.sum("lmcache_store_zero_chunks_total") == 0
+    # The article's two signals. A save that stores nothing is one of the first two here: LMCache's engine saves nothing.
+    assert metrics.sum("cache_refused_reservations_total") == 0
+    assert metrics.sum("cache_offload_pages_total", end="pool_full") == 0
     assert metrics.sum("lmcache_queue_depth") == 0
+
+
+def test_prefill_restarted_between_the_turns(pair: Cached, expected: Callable[..., list[int]]) -> None:
+    """At its address, behind a router and a decode server that go on: Valkey keeps the hits."""
+    first = prompt(5 * PAGE + 3, 80)
+    pair.ask(first)
+    saved(pair.prefill.url)
+    pair.prefill.stop()
+    pair.prefill.start()
+    pair.prefill.wait_ready()
+    patience = time.monotonic() + 60  # the router has noticed, and looks every 5 s
+    while httpx.get(f"{pair.router.url}/readiness", timeout=10, trust_env=False).status_code != 200:
+        assert time.monotonic() < patience
+        time.sleep(0.2)
+    second = first + prompt(70, 81)
+    answer = pair.ask(second)
+    assert (answer["output_ids"], cached(answer)) == (expected(second), 5 * PAGE)
+    metrics = settled(pair.prefill.url, lambda m: m.sum("cache_load_pages_total") > 0)
+    assert metrics.sum("cache_hit_pages_total", tier="valkey") == 5
+    assert metrics.sum("cache_load_pages_total") == 5
 
 
 def test_two_ranks_of_another_process(pair: Cached, model: Path, expected: Callable[..., list[int]]) -> None:
