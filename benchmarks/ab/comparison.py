@@ -28,7 +28,7 @@ from benchmarks.workloads import Load, Workload
 from benchmarks.workloads.text import BYTES_PER_TOKEN, Text
 
 _T = TypeVar("_T")
-_CALIBRATION_BYTES = 8192
+_CALIBRATION_BYTES, _LEAST_CALIBRATION_BYTES = 8192, 512
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,23 @@ def run_async(work: Coroutine[Any, Any, _T]) -> _T:
 
 def calibrate(endpoint: Endpoint, files: Sequence[str]) -> float:
     """Bytes of this text that the endpoint counts as a token. Raises EndpointError when it doesn't count."""
-    # No token is shorter than a byte, so this many fit in any case.
+    # No token is shorter than a byte, so this many fit into the context. What a server's KV holds it need not say: its
+    # refusal does.
     size = min(_CALIBRATION_BYTES, (endpoint.context or 2 * _CALIBRATION_BYTES) // 2)
-    text = Text(BYTES_PER_TOKEN, files).exactly(size, "calibration")
-    body = {"model": endpoint.model, "prompt": text, "max_tokens": 1, "temperature": 0}
-    try:
-        answer = httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=600, trust_env=False)
-        answer.raise_for_status()
-        return round(len(text.encode()) / int(answer.json()["usage"]["prompt_tokens"]), 3)
-    except (httpx.HTTPError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise EndpointError(
-            f"{endpoint.spec.name}: cannot count tokens ({error}); give --bytes-per-token"
-        ) from None
+    while True:
+        text = Text(BYTES_PER_TOKEN, files).exactly(size, "calibration")
+        body = {"model": endpoint.model, "prompt": text, "max_tokens": 1, "temperature": 0}
+        try:
+            answer = httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=600, trust_env=False)
+            if answer.status_code == 400 and size > _LEAST_CALIBRATION_BYTES:
+                size //= 4
+                continue
+            answer.raise_for_status()
+            return round(len(text.encode()) / int(answer.json()["usage"]["prompt_tokens"]), 3)
+        except (httpx.HTTPError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise EndpointError(
+                f"{endpoint.spec.name}: cannot count tokens ({error}); give --bytes-per-token"
+            ) from None
 
 
 def discipline(plan: Plan, endpoints: Sequence[Endpoint]) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import os
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.ab.comparison import Plan, compare_cases
+from benchmarks.ab.comparison import Plan, calibrate, compare_cases
 from benchmarks.ab.endpoints import Spec, SpecError
 from benchmarks.ab.load import Point
 from benchmarks.ab.running import Between, Endpoint, EndpointError, answers, hold
@@ -202,3 +205,38 @@ def test_cases_are_measured_on_endpoints_that_start_once(tmp_path: Path) -> None
     assert [e.processes for e in endpoints] == [{}, {}, {}]
     again = compare_cases([null("a"), null("b"), bad("c")], 4.0, (), makes, Starting("running", True, "a"))
     assert again.records == found.records
+
+
+class Small(http.server.BaseHTTPRequestHandler):
+    """A server of one token a byte that refuses prompts of more than `room` tokens, as SGLang does whose KV is small."""
+
+    room = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = len(body["prompt"].encode())
+        status, answer = (200, {"usage": {"prompt_tokens": tokens}}) if tokens <= self.room else (400, {})
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("room", "counts"), [(10_000, True), (2554, True), (600, True), (100, False)])
+def test_tokens_are_counted_by_a_prompt_that_the_server_takes(room: int, counts: bool) -> None:
+    """`make bench`'s servers hold 2,560 tokens, in a context of 16k."""
+    handler = type("Handler", (Small,), {"room": room})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = Endpoint(Spec("small", url=f"http://127.0.0.1:{server.server_port}"))
+        endpoint.context = 16384
+        if counts:
+            assert calibrate(endpoint, []) == 1.0
+        else:
+            with pytest.raises(EndpointError, match="--bytes-per-token"):
+                calibrate(endpoint, [])
+        server.shutdown()
