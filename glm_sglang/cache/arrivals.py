@@ -24,6 +24,7 @@ class Arrival:
     digests  of its whole pages, once hashed, and as SGLang writes them; by the hashing thread, once.
     ticket   of its prefetch, once started: it holds the request's pages until `forget`.
     skipped  pages at the start that the device had when it arrived: not fetched.
+    released it is held back no longer, or was never: the device had all of it.
     turn     when the scheduler first asked whether it may run, counted; None before.
     asked    the same by the clock: from then on it is held back. On a PD prefill server that is when its decode
              server has answered, perhaps minutes after it arrived.
@@ -84,12 +85,18 @@ class Arrivals:
     ) -> None:
         """A request has arrived, or come back after it was retracted. Its first `device_pages` are on the device."""
         self.forget(rid)
-        # The last token is always computed, so the page that it completes is never restored.
-        if (len(tokens) - 1) // self._page_tokens <= device_pages:
+        usable = self._usable(tokens)
+        if not usable:
             return
         arrival = Arrival(rid, tokens, extra_key, cache_salt, device_pages)
+        # Nothing to wait for, but to be hashed: by the time that it runs, the device may have evicted its pages.
+        arrival.released = usable <= device_pages
         self._known[rid] = arrival
         self._work.put(arrival)
+
+    def _usable(self, tokens: Sequence[int]) -> int:
+        """Pages that can be restored. The last token is always computed, so the page that it completes is not."""
+        return (len(tokens) - 1) // self._page_tokens
 
     def digests(self, rid: str) -> list[bytes] | None:
         """The page hashes, where they are known by now."""
@@ -171,7 +178,9 @@ class Arrivals:
                 continue
             try:
                 digests = arrival.digests or self._hash(arrival)
-                usable = (len(arrival.tokens) - 1) // self._page_tokens
+                usable = self._usable(arrival.tokens)
+                if usable <= arrival.skipped:
+                    continue
                 if not arrival.gone:
                     arrival.ticket = self._store.prefetch(arrival.rid, digests[arrival.skipped : usable])
                 if arrival.turn is not None:

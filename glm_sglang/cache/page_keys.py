@@ -1,7 +1,8 @@
 """SGLang's page hashes: a chain of SHA-256 over token ids, seeded by extra key and salt, computed off its thread.
 
 The radix tree computes the same chain for what it stores (in Rust), so these must equal it byte for byte; they
-are the same in every process, whatever its PYTHONHASHSEED.
+are the same in every process, whatever its PYTHONHASHSEED. Where the tree's module is loaded its own function makes
+them: in less time, and without the interpreter lock, for which the scheduler would wait. Python is the rest.
 
 UPSTREAM: cpp_utils/native_hash.get_native_hash compiles a C++ extension in the scheduler process when it is first
 called: 14 s without an answer, or the end of the process where OpenSSL's headers are not installed.
@@ -10,9 +11,10 @@ called: 14 s without an answer, or the end of the process where OpenSSL's header
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ DIGEST_BYTES = 32
 _PAGES_A_TURN = 256
 _U32_MAX = 0xFFFF_FFFF
 _WIDE = b"\xff"
+# UPSTREAM: its `get_hash_str`(int64 ids, digest before in hexadecimal or None, tokens a page) → digests in hexadecimal.
+_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
 
 
 def chain(
@@ -39,6 +43,9 @@ def chain(
     ids = np.asarray(tokens, dtype=np.int64)
     if ids.size and int(ids.min()) < 0:
         raise ValueError("token ids must not be negative")
+    if (of_tree := _hash_of_tree()) is not None:
+        names = of_tree(np.ascontiguousarray(ids), prior.hex() if prior else None, page_tokens)
+        return [bytes.fromhex(name) for name in names]
     wide = bool(ids.size) and int(ids.max()) > _U32_MAX
     narrow = ids.astype("<u4").tobytes() if not wide else b""
     digests: list[bytes] = []
@@ -56,6 +63,11 @@ def chain(
         if yielding and number % _PAGES_A_TURN == _PAGES_A_TURN - 1:
             time.sleep(0)
     return digests
+
+
+def _hash_of_tree() -> Callable[[Any, str | None, int], list[str]] | None:
+    """The radix tree's function, where this process has loaded it. Never loads it: that may compile it."""
+    return getattr(sys.modules.get(_TREE), "get_hash_str", None)
 
 
 def request_chain(

@@ -52,6 +52,24 @@ def test_what_is_not_on_the_device_is_fetched_and_no_more() -> None:
     setup.arrivals.close()
 
 
+def test_what_the_device_has_is_hashed_too_and_waits_for_nothing() -> None:
+    """By the time that it is admitted its pages may have been evicted: the scheduler would hash the prompt itself."""
+    setup = Setup(None)
+    setup.begin("a", device_pages=5)
+    assert not setup.arrivals.undecided("a")
+    patience = time.monotonic() + 60
+    while (names := setup.arrivals.names("a")) is None:
+        assert time.monotonic() < patience
+        time.sleep(0.001)
+    assert names == [digest.hex() for digest in chain(TOKENS[: 5 * PAGE], PAGE)]
+    setup.begin("b")
+    setup.hashed("b")  # after it, on the same thread
+    assert list(setup.store.tickets) == ["b"]
+    setup.arrivals.forget("a")
+    assert setup.arrivals.names("a") is None
+    setup.arrivals.close()
+
+
 @pytest.mark.parametrize(
     ("wait_s", "ready"),
     [(0.0, [True, True, True]), (0.2, [False, True, True]), (None, [False, False, True])],
