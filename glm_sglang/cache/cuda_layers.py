@@ -1,13 +1,15 @@
 """Layers of a load that have been queued on the device: the forward's stream waits for them, its thread does not.
 
 UPSTREAM: LayerWiseLoadCounter. A pool calls `wait_until(layer)` when a layer is read. There the thread waits until the
-layer's copies are queued (the load thread queues a whole load within milliseconds), and through `on_layer_ready`,
-upstream's own extension point, its current stream waits until they have been done.
+layer's copies are queued (the load thread queues a whole load within milliseconds), and its current stream waits
+until they have been done.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
@@ -26,26 +28,55 @@ class QueuedLayers(Protocol):
     def settle(self, event: Event) -> None: ...
 
 
+@dataclass(slots=True)
+class _Batch:
+    """A load: an event for each layer that is queued, and whether no more will be."""
+
+    queued: dict[int, Event] = field(default_factory=dict)
+    failed: bool = False
+    change: threading.Condition = field(default_factory=threading.Condition)
+
+
 class StreamLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
-    """`complete` is called on the load thread, the rest on the thread of scheduler and forward."""
+    """`complete` and `fail` are called on the load thread, the rest on the thread of scheduler and forward.
+
+    One lock a batch, where upstream's has a future a layer: 78 of them are made in the scheduler's time.
+    """
 
     def __init__(self, num_layers: int, copier: QueuedLayers) -> None:
-        super().__init__(num_layers, on_layer_ready=self._reader_waits)
+        super().__init__(num_layers)
         self._copier = copier
-        self._queued: dict[int, dict[int, Event]] = {}
+        self._batches: dict[int, _Batch] = {}
 
     def update_producer(self) -> int:
-        index: int = super().update_producer()
-        self._queued[index] = {}
-        return index
+        self.producer_index += 1
+        self._batches[self.producer_index] = _Batch()
+        return int(self.producer_index)
 
     def complete(self, index: int, layer: int) -> None:
         """The layer's copies are queued."""
-        self._queued[index][layer] = self._copier.queued_layer()
-        super().complete(index, layer)
+        batch, event = self._batches[index], self._copier.queued_layer()
+        with batch.change:
+            batch.queued[layer] = event
+            batch.change.notify_all()
 
-    def _reader_waits(self, index: int, layer: int) -> None:
-        event = self._queued[index].get(layer)
+    def fail(self, index: int, error: BaseException) -> None:
+        """Layers that are not queued by now never will be."""
+        batch = self._batches.get(index)
+        if batch is not None:
+            with batch.change:
+                batch.failed = True
+                batch.change.notify_all()
+
+    def wait_until(self, threshold: int) -> None:
+        """The current stream waits for the layer; the thread waits until it is queued, or has failed."""
+        batch = self._batches.get(self.consumer_index)
+        if batch is None:
+            return
+        if threshold not in batch.queued:
+            with batch.change:
+                batch.change.wait_for(lambda: threshold in batch.queued or batch.failed)
+        event = batch.queued.get(threshold)
         if event is not None:  # none: the load has failed, which finish reports
             self._copier.reader_waits(event)
 
@@ -53,15 +84,20 @@ class StreamLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
         """Whether all has landed; returns when the batch writes no more. After the batch's forward, so normally
         without waiting.
         """
-        landed: bool = super().finish(index)
-        queued = self._queued.pop(index, {})
-        if queued:
-            self._copier.settle(queued[max(queued)])  # layers are queued in order, on one stream
-        return landed
+        batch = self._batches.get(index)
+        if batch is None:
+            return True
+        with batch.change:
+            batch.change.wait_for(lambda: len(batch.queued) == self.num_layers or batch.failed)
+        del self._batches[index]
+        if batch.queued:
+            # Layers are queued in order, on one stream.
+            self._copier.settle(batch.queued[max(batch.queued)])
+        return bool(len(batch.queued) == self.num_layers)
 
     def reset(self) -> None:
         super().reset()
-        self._queued.clear()
+        self._batches.clear()
 
 
 def make(
