@@ -162,6 +162,20 @@ HOOKS: tuple[Hook, ...] = (
         platform="cuda",
     ),
     Hook(
+        target="sglang.srt.layers.attention.dsa.utils.pad_dsa_cache_seqlens",
+        kind="around",
+        function=f"{_ROOM}.context_parallel:cached_lengths",
+        why="at attention's break a padded step has more lengths than queries, and flashmla_kv's schedule is wrong",
+        remove_when="SGLang cuts the lengths where it cuts the queries",
+        also=(
+            f"{_DSA}.init_forward_metadata",
+            f"{_DSA}._forward_flashmla_kv",
+            f"{_DSA}._forward_flashmla_sparse",
+            "sglang.srt.layers.cp.padding.attention_query_tokens",
+        ),
+        platform="cuda",
+    ),
+    Hook(
         target=f"{_OVERLAP}.prepare_qkv",
         kind="around",
         function=f"{_ROOM}.context_parallel:prepare_qkv",
