@@ -162,11 +162,14 @@ def test_glm_is_captured_under_cp_where_graphs_are_required(
     from sglang.srt.arg_groups import overrides
 
     monkeypatch.setattr(options, "current", lambda: Options(mode=mode))
-    monkeypatch.setattr(overrides, "resolving_view", lambda arguments: SimpleNamespace(dp_size=dp))
+    view = SimpleNamespace(dp_size=dp, speculative_algorithm=None)
+    monkeypatch.setattr(overrides, "resolving_view", lambda arguments: view)
     monkeypatch.setattr(overrides, "resolved_view", lambda arguments: SimpleNamespace(attn_cp_size=cp))
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
     monkeypatch.setattr(overrides, "model_config_of", lambda arguments: config)
     assert context_parallel.supports(lambda arguments: upstream, object()) is expected
+    view.speculative_algorithm = "NEXTN"
+    assert context_parallel.supports(lambda arguments: upstream, object()) is upstream
 
 
 @pytest.mark.parametrize(("capture", "slots"), [(False, 5), (True, 8)])
