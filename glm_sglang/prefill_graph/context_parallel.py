@@ -40,7 +40,8 @@ def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
     config = resolving_view(server_args)
     return (
         config.dp_size == 1
-        and config.speculative_algorithm is None  # the draft combines local rows with every rank's hidden states
+        and config.speculative_algorithm
+        is None  # the draft combines local rows with every rank's hidden states
         and resolved_view(server_args).attn_cp_size > 1
         and ARCHITECTURE in model_config_of(server_args).hf_config.architectures
     )
