@@ -109,7 +109,8 @@ class Prefetcher:
             tickets = list(self._tickets.get(rid, ()))
             for ticket in tickets:
                 ticket.turn = turn
-        if tickets:
+        # Who has its room needs no other. To wake the event loop lets go of the interpreter, which it then has first.
+        if not all(ticket._within for ticket in tickets):
             self._loop.call_soon_threadsafe(self._admit)
 
     def cancel(self, rid: str) -> None:
@@ -195,6 +196,7 @@ class Prefetcher:
 
     def _begin(self, ticket: Ticket) -> None:
         """It has its room. The pool is not what it was when the request arrived."""
+        ticket._within = True
         if ticket._cancelled:
             self._room.leave(ticket)
             return

@@ -39,6 +39,7 @@ class Ticket:
         self._began = time.perf_counter()
         self._done = threading.Event()
         self._cancelled = False
+        self._within = False  # it has had its room; the event loop's
         self._expected = 0  # pages that it counts among those under way; under the prefetcher's lock
         self._fetches: set[Any] = set()  # gets that it waits for; the event loop's
         self._held: list[Page] = []  # the event loop's

@@ -69,6 +69,26 @@ def test_requests_that_wait_find_their_pages_in_the_order_in_which_they_came(
     assert reader.metrics["cache_lost_pages"] == 0
 
 
+def test_the_event_loop_is_woken_for_whom_it_has_to_let_in_and_for_nobody_else(
+    filled: EmbeddedServer, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wake-up lets go of the interpreter on the scheduler's thread, once a request and for nothing."""
+    reader = rank(filled.url, writer=False, pages=20)
+    tickets = arrive(reader)
+    assert tickets[0].wait(PATIENCE)
+    prefetcher: Any = reader.store._remote.prefetcher  # type: ignore[attr-defined]
+    woken: list[Any] = []
+    wake = prefetcher._loop.call_soon_threadsafe
+    monkeypatch.setattr(
+        prefetcher._loop, "call_soon_threadsafe", lambda *call: (woken.append(call[0]), wake(*call))
+    )
+    reader.store.urge("0", 0)
+    reader.store.urge("unknown", 1)
+    assert (tickets[0].turn, woken) == (0, [])
+    reader.store.urge("1", 2)  # it waits for room
+    assert woken == [prefetcher._admit]
+
+
 def test_saves_evict_no_page_that_a_request_waits_for(filled: EmbeddedServer, rank: Make) -> None:
     reader = rank(filled.url, pages=20)
     ticket = reader.store.prefetch("0", PROMPTS[0])
