@@ -40,7 +40,7 @@ test: ## the tests that need no GPU, but for the minutes-long ones, and lint
 	test tests/e2e/tokens -n2 --dist=loadfile -m "$(LEFT_OUT)"; \
 	if [ $$status -eq 1 ] && [ -n "$(SECOND_CHANCE)" ]; then \
 	  echo "[test] second chance: what failed above is run once more, with nothing beside it"; \
-	  "$(BIN)/python" -m pytest tests --last-failed --last-failed-no-failures=none && status=0 && echo "[test] passed at the second chance only: look at the failures above"; \
+	  "$(BIN)/python" -m pytest tests -m "$(LEFT_OUT)" --last-failed --last-failed-no-failures=none --maxfail=3 && status=0 && echo "[test] passed at the second chance only: look at the failures above"; \
 	fi; \
 	exit $$status
 

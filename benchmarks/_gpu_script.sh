@@ -11,9 +11,10 @@ limited() {
 
 # beside NAME SECONDS COMMAND…: the same in the background, its output in NAME.log; $! is its process.
 beside() {
-  local name=$1; shift
+  local name=$1 seconds=$2; shift
   if [ -n "$dry" ]; then end='&' limited "$@"; return; fi
-  limited "$@" > "$scratch/logs/$name.log" 2>&1 &
+  shift
+  timeout -k 20 "$seconds" "$@" > "$scratch/logs/$name.log" 2>&1 &
 }
 
 # logs_to FOLDER BYTES: the ends of all logs, as logs.tgz.

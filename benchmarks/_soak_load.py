@@ -169,7 +169,8 @@ class Client:
         finally:
             if stopper is not None:
                 await stopper
-        if how == "asked" and not _whole(last, tokens):
+        finish = (last.get("meta_info") or {}).get("finish_reason") or {}
+        if how == "asked" and finish.get("type") == "abort":
             self.counts["aborts_asked"] += 1
             return None
         if not _whole(last, tokens):

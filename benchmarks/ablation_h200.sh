@@ -140,7 +140,7 @@ if write_model > "$scratch/logs/model.log" 2>&1; then
 else
   say "no model, see model.log"
 fi
-[ -z "$prewarm" ] || { pkill -TERM -P "$prewarm"; wait "$prewarm"; } 2> /dev/null
+[ -z "$prewarm" ] || { kill "$prewarm"; wait "$prewarm"; } 2> /dev/null
 result=$(grep '^{' "$scratch/ablation.out" 2> /dev/null | tail -n 1)
 if [ $code -eq 0 ] && [ -n "$result" ]; then
   echo "$result" > "$to/ablation.json"; rm -f "$to/ablation.json.partial"

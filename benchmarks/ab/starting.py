@@ -110,11 +110,11 @@ def _start_together(
     vital: Container[str],
 ) -> dict[str, str]:
     """Starts all side by side. Returns those that failed, and why; raises EndpointError for one that is vital."""
-    for endpoint in endpoints:
-        say(f"starting {endpoint.spec.name}")
-        endpoint.launch()
 
     def up(endpoint: Endpoint) -> None:
+        if endpoint not in shared:
+            say(f"starting {endpoint.spec.name}")
+            endpoint.launch()
         endpoint.wait()
         say(f"{endpoint.spec.name} is up")
 

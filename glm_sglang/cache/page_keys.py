@@ -84,7 +84,7 @@ def request_chain(
 def native_hash(
     original: Any, token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
 ) -> str | list[str]:
-    """Around get_native_hash: the same digests in plain Python, where this cache is on.
+    """Around get_native_hash: the same digests without compiling C++, where this cache is on.
 
     Bigram keys (speculation) are not ours: the launcher refuses speculation with this cache.
     """

@@ -189,12 +189,14 @@ def test_a_restarted_server_is_used_again(scheme: str) -> None:
     assert run(restart, scheme, repaired=True) == (WORKERS, None, None, True)
 
 
-def gets_cancelled_through_a_slow_proxy(port: int, gets: int, share: float) -> tuple[int, int, int, int, int]:
-    """Gets over redis-py, of which a share is cancelled while they wait or the proxy holds their reply: right and
-    wrong replies, cancelled, workers, bytes taken.
+def gets_cancelled_through_a_slow_proxy(
+    port: int, gets: int, share: float, cancels: int
+) -> tuple[int, int, int, int, int, int]:
+    """At most so many gets over redis-py, of which a share is cancelled while they wait or the proxy holds their reply,
+    until so many were: right and wrong replies, cancelled, hung, workers, bytes taken.
     """
     rng = random.Random(0)
-    count = SimpleNamespace(right=0, wrong=0, cancelled=0)
+    count = SimpleNamespace(right=0, wrong=0, cancelled=0, hung=0)
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there = await asyncio.open_connection("127.0.0.1", port)
@@ -223,9 +225,12 @@ def gets_cancelled_through_a_slow_proxy(port: int, gets: int, share: float) -> t
                 await asyncio.sleep(0.004 * rng.random())
                 call.cancel()
             done, _ = await asyncio.wait({call}, timeout=patience())
-            if not done or call.cancelled():
-                count.cancelled += 1
+            if not done:
+                count.hung += 1
                 call.cancel()
+                return
+            if call.cancelled():
+                count.cancelled += 1
                 return
             chunk = call.result()
             view = bytes(chunk.byte_array.cast("B"))
@@ -238,20 +243,23 @@ def gets_cancelled_through_a_slow_proxy(port: int, gets: int, share: float) -> t
         gate = asyncio.Semaphore(32)
         for _ in range(gets // len(keys)):
             await asyncio.gather(*(one(mark, gate) for mark in keys))
-            if not tier.live:
+            if not tier.live or count.cancelled > cancels:
                 return
 
     tier.on_loop(main())
     tier.drained()
-    return count.right, count.wrong, count.cancelled, tier.live, tier.used
+    return count.right, count.wrong, count.cancelled, count.hung, tier.live, tier.used
 
 
 def test_cancelled_gets_leave_every_reply_with_its_key(valkey: Any) -> None:
     """redis-py 2665, with 10,000 cancels."""
     scenario = gets_cancelled_through_a_slow_proxy
-    *_, live, _ = run(scenario, valkey.port, 2000, 0.75, repaired=False)
+    *_, live, _ = run(scenario, valkey.port, 2000, 0.75, 2000, repaired=False)
     assert live == 0
-    right, wrong, cancelled, live, used = run(scenario, valkey.port, 15_000, 0.75, repaired=True)
-    assert (wrong, live, used) == (0, WORKERS, 0)
-    assert right + cancelled == 15_000
-    assert 10_000 < cancelled < 13_000
+    # How many cancels come in time depends on the machine: at most so many gets until there were 10,000.
+    right, wrong, cancelled, hung, live, used = run(
+        scenario, valkey.port, 60_000, 0.75, 10_000, repaired=True
+    )
+    assert (wrong, hung, live, used) == (0, 0, WORKERS, 0)
+    assert cancelled > 10_000
+    assert right > 1000

@@ -22,7 +22,7 @@ from glm_sglang.prefill_graph import buckets
 from tests.unit.prefill_graph.cp_kernels import PAGE
 from tests.unit.prefill_graph.cp_rank import LAYERS, RANKS, TABLE, Rank, Seen, Step, load
 
-BOUND_S = 30  # of a hang; all steps take a second
+BOUND_S = 120  # of a hang; all steps take a second
 PLAN = buckets.plan(128, cp_size=RANKS)
 STEPS = {
     "a full bucket": Step(((0, 64),)),
