@@ -49,6 +49,12 @@ def make(target: str, clone: Path, home: Path) -> dict[str, Any]:
     return result | ({"tests": summaries} if summaries else {})
 
 
+def python(clone: Path) -> str:
+    """The version of the interpreter that set-up found; "" where it failed."""
+    command = [str(clone / ".venv" / "bin" / "python"), "--version"]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+
+
 def measure(kind: str, folder: Path) -> dict[str, Any]:
     """Clones HEAD into `folder` and runs what `kind` names."""
     clone, home = folder / "clone", folder / "home"
@@ -58,11 +64,11 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
     commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
     if kind == "test":
         runs = [make("lint", clone, home), make("test", clone, home)]  # the first sets up
-        return {"commit": commit, "runs": runs, "seconds": runs[-1]["seconds"]}
+        return {"commit": commit, "python": python(clone), "runs": runs, "seconds": runs[-1]["seconds"]}
     runs = [make("demo", clone, home) for _ in range(2)]
     report = clone / "demo-report.json"
     said = orjson.loads(report.read_bytes()) if report.exists() else {}
-    return {"commit": commit, "runs": runs, **said}
+    return {"commit": commit, "python": python(clone), "runs": runs, **said}
 
 
 def main() -> int:
