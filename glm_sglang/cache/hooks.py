@@ -63,7 +63,7 @@ HOOKS: tuple[Hook, ...] = (
         function=f"{_GATE}:request_gone",
         why="a linker is not told that a request which has not started to load is gone",
         remove_when="release_request reaches the linker for every request",
-        also=(f"{_WRAPPER}.load_back", f"{_WRAPPER}.finish_loads"),
+        also=(f"{_WRAPPER}.load_back", f"{_WRAPPER}.finish_loads", f"{_LINKER}.LayerWiseLoadCounter"),
     ),
     Hook(
         target=f"{_UPDATER}._observe_weight_load",

@@ -38,10 +38,10 @@ def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view, resolving_view
 
     config = resolving_view(server_args)
+    # No speculation: the draft combines local rows with every rank's hidden states.
     return (
         config.dp_size == 1
-        and config.speculative_algorithm
-        is None  # the draft combines local rows with every rank's hidden states
+        and config.speculative_algorithm is None
         and resolved_view(server_args).attn_cp_size > 1
         and ARCHITECTURE in model_config_of(server_args).hf_config.architectures
     )
