@@ -27,7 +27,7 @@ class Memory:
     """What captured buckets hold, in bytes.
 
     row_peak   the graph pool, for each local row of the largest bucket: the buckets share it.
-    row_kept   for each local row of every bucket: break inputs of its own (0 where they are shared).
+    row_kept   for each local row of every bucket: what its breaks own (0 where they own nothing).
     bucket     for every bucket: graph executables, for all layers.
     limit      all of it together; 0 for no limit.
     """

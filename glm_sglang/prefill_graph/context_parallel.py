@@ -1,7 +1,7 @@
 """Graphs under interleaved context parallelism, for GLM-5.x.
 
 Targets       InterleaveCPBCGInput.supports, .prepare; DSAInterleaveCPIndexerOverlap.prepare_qkv;
-              pad_dsa_cache_seqlens.
+              pad_dsa_cache_seqlens; indexer_with_cp_kv; RadixAttention.forward (by way of `whole`).
 Why           SGLang captures interleaved CP for GLM-5.3-Flash without expert parallelism only. And a layer that
               shares another's selection gathers its KV inside a segment, where the collective keeps the sizes of the
               capture: a step with fewer tokens would then write other rows into its slots. (Layers that select
@@ -9,21 +9,33 @@ Why           SGLang captures interleaved CP for GLM-5.3-Flash without expert pa
               where GLM-5.3-Flash's pools keys: at its break the slots of padding are too many. And attention, at its
               break, has the step's rows but lengths for the bucket's: flashmla_kv, which SGLang takes on Hopper for
               FP8 KV, then has a schedule for more rows than queries, and flashmla_sparse scans past short contexts.
+              And breaks that own what they read and write (`lifetime`) would hold 180 KB a row, layer and bucket.
 How           such a layer's gather becomes a break too, as SGLang's bcg_indexer_with_kv does for the others; a step's
-              slots and lengths end with its tokens.
+              slots and lengths end with its tokens. A layer's three breaks own nothing, for every replay writes anew what
+              they read:
+              indexer    x, q_lora, this rank's KV: the segment before it.
+              gather     this rank's KV: the segment before it.
+              attention  q, q_rope: the segment before it. k, k_rope: the gather or the indexer before it, all rows.
+                         topk_indices: the indexer, all rows, of this layer or of the one whose selection it shares;
+                         the capture holds them until the last such layer.
+              segments   attention's output: the attention before it, all rows (the step's, zeros behind them).
 Upstream      none.
 Goes when     SGLang lists GlmMoeDsaForCausalLM there and gathers shared layers' KV at a break.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from glm_sglang.prefill_graph import options
+from glm_sglang.prefill_graph import lifetime, options
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
+# What sparse attention's break takes beside q, k, v and its output; given anything else it keeps all that it is given.
+SELECTION = "topk_indices"
+KNOWN_INPUTS = frozenset({"q_rope", "k_rope", SELECTION})
 
 
 def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
@@ -69,6 +81,46 @@ def cached_lengths(original: Callable[[Any, Any], Any], forward_batch: Any, leng
     return lengths if graph and options.current().ours else original(forward_batch, lengths)
 
 
+def indexer_with_kv(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """For indexer_with_cp_kv: its break owns nothing."""
+    with _nothing_kept():
+        return original(*args, **kwargs)
+
+
+def attention_break(forward_batch: Any, inputs: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Around RadixAttention.forward with these keyword arguments: its break owns nothing, where it is a known one."""
+    from sglang.srt.layers.cp.interleave import is_interleave_extend
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+        is_in_breakable_cuda_graph,
+    )
+
+    given = {name for name, value in inputs.items() if value is not None}
+    known = (
+        SELECTION in given
+        and given <= KNOWN_INPUTS
+        and is_in_breakable_cuda_graph()
+        and is_interleave_extend(forward_batch)
+        and not forward_batch.mha_return_lse
+    )
+    return _nothing_kept() if known else contextlib.nullcontext()
+
+
+def _nothing_kept() -> contextlib.AbstractContextManager[None]:
+    # UPSTREAM: with --enable-symm-mem collectives write into a pool that eager collectives allocate from, too.
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
+
+    return contextlib.nullcontext() if is_symmetric_memory_enabled() else lifetime.rewritten()
+
+
+def keeps_nothing(config: Any) -> bool:
+    """Whether all breaks of a server under context parallelism are known, from SGLang's arguments; for the planner."""
+    return (
+        not config.enable_symm_mem
+        and config.moe_a2a_backend in ("none", "megamoe")  # the others' dispatch is a break
+        and "trtllm" not in (config.dsa_prefill_backend, config.dsa_decode_backend)
+    )
+
+
 def prepare_qkv(
     original: Callable[..., Any],
     overlap: Any,
@@ -90,7 +142,8 @@ def prepare_qkv(
     attention, batch = overlap.attention, overlap.forward_batch
     local = torch.cat((k_nope.flatten(1), k_pe.flatten(1)), dim=-1)
     full = local.new_empty((batch.extend_num_tokens, local.shape[-1]))
-    _gather_break()(local, full)
+    with _nothing_kept():
+        _gather_break()(local, full)
     rank = attention.kv_lora_rank
     return q_nope, q_pe, full[:, :rank].unsqueeze(1), full[:, rank:].unsqueeze(1), topk
 

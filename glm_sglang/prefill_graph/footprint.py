@@ -1,7 +1,8 @@
 """What captured buckets hold of a GPU's memory, from the model's sizes: for the planner, before anything is allocated.
 
 The graph pool holds what is alive at once in one layer; every layer and every bucket uses it again, so it grows with
-the rows of the largest bucket only. Where SGLang's breaks stay, each layer of each bucket keeps what they read and write.
+the rows of the largest bucket only. Where breaks own what they read and write (`lifetime`; not the ones that this room
+knows), each layer of each bucket holds that beside it.
 """
 
 from __future__ import annotations
@@ -54,20 +55,28 @@ class Sizes:
         )
 
 
-def row_bytes(sizes: Sizes) -> int:
-    """Bytes of the pool for one row: the larger of attention and experts, beside residual, normed input and sum.
+def row_bytes(sizes: Sizes, *, cp_size: int = 1, gathered: bool = False) -> int:
+    """Bytes of the pool for one local row: the larger of attention and experts, beside residual, normed input and sum.
 
     Attention holds the queries, their absorbed form, both concatenated, the result, and the values of it. Experts
-    hold gate and up, their product quantised, and each expert's output.
+    hold gate and up, their product quantised, and each expert's output. Under context parallelism the selection, this
+    rank's KV and every rank's are in the pool, too, and experts have every rank's rows where these are `gathered`; and
+    beside the pool lie the runner's input and output, with every rank's rows.
     """
     latent = sizes.rank + sizes.rope
     attention = sizes.heads * (sizes.head_dim + sizes.rank + latent + sizes.rank + sizes.value_dim) * _BF16
     experts = sizes.experts * (2 * sizes.expert_width * _BF16 + sizes.expert_width + sizes.hidden * _BF16)
-    return int(PACKING * (max(attention, experts) + 3 * sizes.hidden * _BF16))
+    largest = max(attention, experts * (cp_size if gathered else 1))
+    exchanged = fixed = 0
+    if cp_size > 1:
+        exchanged = (1 + cp_size) * latent * _BF16 + sizes.selected * _INT32
+        # UPSTREAM: PrefillCPBCGInput.create, BreakableCudaGraphBackend.capture_one
+        fixed = 2 * cp_size * sizes.hidden * _BF16
+    return int(PACKING * (largest + exchanged + 3 * sizes.hidden * _BF16)) + fixed
 
 
 def kept_row_bytes(sizes: Sizes, cp_size: int) -> int:
-    """Bytes that one layer's breaks keep for one local row of one bucket, under context parallelism.
+    """Bytes that one layer's breaks keep for one local row of one bucket, under context parallelism, if they keep any.
 
     Attention's break reads queries and writes as many results; the indexer's reads its input and the compressed
     queries and writes slots; the gather takes this rank's KV and gives every rank's.
@@ -78,11 +87,13 @@ def kept_row_bytes(sizes: Sizes, cp_size: int) -> int:
     return int(KEEPING * (attention + indexer + (1 + cp_size) * latent * _BF16))
 
 
-def memory(sizes: Sizes, gpu_bytes: int, *, layers: int = 0, cp_size: int = 1) -> Memory:
-    """For the planner. `gpu_bytes` 0: unknown, no limit. `layers`: of the model, where SGLang's breaks stay."""
+def memory(
+    sizes: Sizes, gpu_bytes: int, *, cp_size: int = 1, gathered: bool = False, keeping: int = 0
+) -> Memory:
+    """For the planner. `gpu_bytes` 0: unknown, no limit. `keeping`: layers whose breaks own what they read and write."""
     return Memory(
-        row_peak=row_bytes(sizes),
-        row_kept=layers * kept_row_bytes(sizes, cp_size),
+        row_peak=row_bytes(sizes, cp_size=cp_size, gathered=gathered),
+        row_kept=keeping * kept_row_bytes(sizes, cp_size),
         bucket=BUCKET_BYTES,
         limit=int(gpu_bytes * SHARE),
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from glm_sglang.errors import UsageError
-from glm_sglang.prefill_graph import buckets, footprint, options
+from glm_sglang.prefill_graph import buckets, context_parallel, footprint, options
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,15 @@ def _memory(server_args: Any, config: Any) -> buckets.Memory:
     mebibytes = get_device_memory_capacity(config.device)
     gpu_bytes = int((mebibytes or 0) * 2**20)
     sharing = cp_size(config)
-    if sharing == 1:
-        return footprint.memory(sizes, gpu_bytes)
-    return footprint.memory(sizes, gpu_bytes, layers=model.num_hidden_layers, cp_size=sharing)
+    alone = sharing == 1
+    return footprint.memory(
+        sizes,
+        gpu_bytes,
+        cp_size=sharing,
+        # UPSTREAM: without an all-to-all experts get every rank's rows (attn_cp_interleave_gather).
+        gathered=not alone and config.moe_a2a_backend == "none",
+        keeping=0 if alone or context_parallel.keeps_nothing(config) else model.num_hidden_layers,
+    )
 
 
 def cp_size(config: Any) -> int:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from glm_sglang.prefill_graph import eligibility, options
+from glm_sglang.prefill_graph import context_parallel, eligibility, options
 from glm_sglang.prefill_graph.arena import Arena
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,8 @@ def attention_forward(
     arena = _active(forward_batch)
     sparse = kwargs.get("topk_indices") is not None
     if arena is None or not (sparse or arena.capturing_dense):
-        return original(layer, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
+        with context_parallel.attention_break(forward_batch, kwargs):
+            return original(layer, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     k = k.view(-1, layer.tp_k_head_num, layer.v_head_dim if sparse else layer.qk_head_dim)

@@ -83,6 +83,40 @@ def test_ours_keeps_it_and_counts_what_that_costs(breakable: Any, monkeypatch: p
     assert lifetime.kept().bytes >= 2 * ROWS * WIDTH * 2
 
 
+def test_breaks_for_which_every_replay_writes_share_one_layers_memory(
+    breakable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, "auto")
+    layers, names = 4, (1, 2, 3)
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    result = torch.zeros(layers, ROWS, WIDTH, dtype=torch.bfloat16, device="cuda")
+    addresses: set[int] = set()
+
+    def attend(queries: torch.Tensor, out: torch.Tensor) -> None:
+        addresses.update((queries.data_ptr(), out.data_ptr()))
+        out.copy_(-queries)
+
+    attention = breakable.eager_on_graph(attend)
+    graphs = {}
+    for name in names:
+        graphs[name] = breakable.BreakableCUDAGraph()
+        with breakable.BreakableCUDAGraphCapture(graphs[name], pool=pool, stream=stream):
+            for layer in range(layers):
+                queries = torch.full((ROWS, WIDTH), 10.0 * name + layer, dtype=torch.bfloat16, device="cuda")
+                out = torch.empty_like(queries)
+                with lifetime.rewritten():
+                    attention(queries, out)
+                result[layer].copy_(out)
+                del queries, out
+    assert lifetime.kept().bytes == 0
+    assert len(addresses) == 2
+    for name in (3, 1, 2, 2, 1, 3):
+        graphs[name].replay()
+        torch.cuda.synchronize()
+        expected = [-(10.0 * name + layer) for layer in range(layers)]
+        assert [rows.unique().tolist() for rows in result] == [[value] for value in expected]
+
+
 @pytest.mark.parametrize("rows", [128, 1024])
 def test_sparse_attention_takes_lengths_and_slots_from_device_memory_when_it_is_captured(rows: int) -> None:
     from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_sparse_fwd

@@ -122,10 +122,13 @@ def attend(
 
 
 class Attention:
-    """flash_mla_sparse_fwd and flash_mla_with_kvcache; `calls`: queries, slots, and lengths where they count."""
+    """flash_mla_sparse_fwd and flash_mla_with_kvcache; `calls`: queries, slots, and lengths where they count, copied."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+    def _note(self, q: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor | None) -> None:
+        self.calls.append((q.clone(), slots.clone(), None if lengths is None else lengths.clone()))
 
     def sparse(
         self, *, q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any
@@ -133,7 +136,7 @@ class Attention:
         same("indices", indices.shape[0], q.shape[0])
         if topk_length is not None:
             same("topk_length", topk_length.shape[0], q.shape[0])
-        self.calls.append((q, indices[:, 0], topk_length))
+        self._note(q, indices[:, 0], topk_length)
         return attend(q, kv, indices[:, 0], d_v, sm_scale), None, None
 
     def schedule(self, *, cache_seqlens: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +161,7 @@ class Attention:
         same("block_table", block_table.shape[0], rows)
         same("cache_seqlens", cache_seqlens.shape[0], rows)
         same("num_splits", num_splits.shape[0], rows + 1)
-        self.calls.append((q[:, 0], indices[:, 0], cache_seqlens))
+        self._note(q[:, 0], indices[:, 0], cache_seqlens)
         return attend(q[:, 0], k_cache, indices[:, 0], head_dim_v, softmax_scale)[:, None], None
 
 

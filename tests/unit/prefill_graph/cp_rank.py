@@ -25,6 +25,15 @@ HIDDEN, HEADS, LATENT, ROPE, TOPK = 16, 2, 8, 4, 4
 INDEX_HEADS, INDEX_DIM = 2, 8
 EXPERTS, EXPERTS_A_TOKEN, CALL_ROWS = 6, 2, 24
 VOCABULARY, TABLE = 50, 512
+# The fork's hooks of this path, by their functions.
+HOOKED = (
+    "lifetime:keep",
+    "whole:attention_forward",
+    "context_parallel:prepare",
+    "context_parallel:cached_lengths",
+    "context_parallel:prepare_qkv",
+    "context_parallel:indexer_with_kv",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Seen:
     experts: list[tuple[torch.Tensor, torch.Tensor]]  # ids and weights of each kernel call
     bounds: list[int]
     padded_to: int
+    kept: int  # bytes of the graphs' memory that breaks own
 
 
 class Kernel:
@@ -248,17 +258,15 @@ def load() -> None:
 
 
 class Rank:
-    """This process as rank `rank` with these buckets captured; `hooks`: all of the fork's or these functions' only."""
+    """This process as rank `rank` with these buckets captured, by the fork's hooks `without` these functions."""
 
-    def __init__(
-        self, rank: int, buckets: Sequence[int], impl: str, hooks: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, rank: int, buckets: Sequence[int], impl: str, without: Sequence[str] = ()) -> None:
         self.stack = contextlib.ExitStack()
         load()
         recorded_graph.install()
         self.attention = cp_kernels.install()
         self._context(rank, buckets)
-        self._hooks(hooks)
+        self._hooks(without)
         self._experts()
         self.pool = Pool(len(LAYERS), TABLE * 4, LATENT + ROPE, INDEX_DIM)
         self.before = self.pool.copy()
@@ -308,23 +316,20 @@ class Rank:
         graph = SimpleNamespace(backend="breakable", bs=list(buckets), max_bs=max(buckets))
         runtime_context.get_exec().graph._set("cuda_graph_config", SimpleNamespace(prefill=graph))
 
-    def _hooks(self, only: Sequence[str] | None) -> None:
-        """The fork's hooks of this path, as SGLang's registry applies them; `only`: those of these functions."""
+    def _hooks(self, without: Sequence[str]) -> None:
+        """The fork's hooks of this path, as SGLang's registry applies them."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         from glm_sglang.moe.hooks import HOOKS as MOE
-        from glm_sglang.prefill_graph import options
+        from glm_sglang.prefill_graph import lifetime, options
         from glm_sglang.prefill_graph.hooks import HOOKS as GRAPH
         from glm_sglang.upstream.install import load
 
         options.current = lambda: options.Options(mode="strict")  # type: ignore[assignment]
-        wanted = [
-            hook
-            for hook in GRAPH
-            if ".context_parallel:" in hook.function and ":supports" not in hook.function
-        ]
-        if only is not None:
-            wanted = [hook for hook in wanted if hook.function.partition(":")[2] in only]
+        lifetime._device_tensors = recorded_graph.POOL.tensors_in  # the device is the pool
+        wanted = [hook for hook in GRAPH if hook.function.partition("prefill_graph.")[2] in HOOKED]
+        assert len(wanted) == len(HOOKED)
+        wanted = [hook for hook in wanted if hook.function.partition("prefill_graph.")[2] not in without]
         wanted += [hook for hook in MOE if hook.function.endswith(":routed_experts")]
         for hook in wanted:
             HookRegistry.register(hook.target, load(hook.function, hook.why), HookType(hook.kind))
@@ -550,9 +555,12 @@ class Rank:
         return bool(self.runner.can_run_graph(self.batch(step)))
 
     def run(self, step: Step, *, graph: bool) -> Seen:
-        """One pass over the pool as it was at first."""
+        """One pass over the pool as it was at first; a graph's memory is what others may have left there."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+        from glm_sglang.prefill_graph import lifetime
+
+        recorded_graph.POOL.poison()
         self.pool.load(self.before)
         self.attention.calls = []
         self.kernel.calls, self.kernel.bounds = [], []
@@ -572,10 +580,9 @@ class Rank:
             hidden=self.model.hidden,
             before=self.before,
             logits=output.next_token_logits.clone(),
-            attention=[
-                tuple(None if t is None else t.clone() for t in call) for call in self.attention.calls
-            ],
+            attention=list(self.attention.calls),
             experts=[(ids.clone(), weights.clone()) for ids, weights in calls],
             bounds=list(bounds),
             padded_to=padded_to,
+            kept=lifetime.kept().bytes,
         )

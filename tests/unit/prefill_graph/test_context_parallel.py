@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm_sglang.prefill_graph import context_parallel, options
+from glm_sglang.prefill_graph import context_parallel, lifetime, options, whole
 from glm_sglang.prefill_graph.options import Options
 from tests.unit.prefill_graph import fake_graph
 
@@ -120,6 +120,57 @@ def test_only_shared_layers_in_a_graph_are_changed(
         assert (latent.shape, k_rope.shape) == ((8, 1, 2), (8, 1, 1))
     else:
         assert found == "upstream's"
+
+
+KNOWN = {"q_rope": 1, "k_rope": 1, "topk_indices": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "owns"),
+    [
+        ({}, False),
+        ({"inputs": KNOWN | {"cos_sin_cache": None}}, False),
+        ({"inputs": KNOWN | {"cos_sin_cache": 1}}, True),  # a tensor that nobody has looked at
+        ({"inputs": {}}, True),  # attention that selects nothing
+        ({"lse": True}, True),
+        ({"interleave": False}, True),
+        ({"in_graph": False}, True),
+        ({"symmetric": True}, True),  # its pool is not the graphs' alone
+    ],
+)
+def test_attentions_break_owns_its_inputs_unless_all_of_them_are_known(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], owns: bool
+) -> None:
+    from sglang.srt.distributed.device_communicators import pynccl_allocator
+    from sglang.srt.layers.cp import interleave
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import context
+
+    case = {"inputs": KNOWN, "lse": False, "interleave": True, "in_graph": True, "symmetric": False} | changes
+    monkeypatch.setattr(options, "current", lambda: Options(mode="auto"))
+    monkeypatch.setattr(context, "is_in_breakable_cuda_graph", lambda: case["in_graph"])
+    monkeypatch.setattr(interleave, "is_interleave_extend", lambda batch: case["interleave"])
+    monkeypatch.setattr(pynccl_allocator, "is_symmetric_memory_enabled", lambda: case["symmetric"])
+    layer, argument = SimpleNamespace(), object()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return lifetime.keep(lambda _: "weak", argument)
+
+    monkeypatch.setattr(whole, "_active", lambda batch: None)
+    batch = SimpleNamespace(mha_return_lse=case["lse"])
+    kept = whole.attention_forward(forward, layer, "q", "k", "v", batch, **case["inputs"])
+    assert kept is argument if owns else kept == "weak"
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_indexers_break_owns_nothing_but_where_memory_is_symmetric(
+    monkeypatch: pytest.MonkeyPatch, symmetric: bool
+) -> None:
+    from sglang.srt.distributed.device_communicators import pynccl_allocator
+
+    monkeypatch.setattr(options, "current", lambda: Options(mode="auto"))
+    monkeypatch.setattr(pynccl_allocator, "is_symmetric_memory_enabled", lambda: symmetric)
+    kept = context_parallel.indexer_with_kv(lambda given: lifetime.keep(lambda _: "weak", given), 7)
+    assert kept == (7 if symmetric else "weak")
 
 
 def test_the_gather_is_a_break_and_runs_at_every_replay(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Padded steps under interleaved CP with MegaMoE: a replay leaves in the pool, and gives the logits, what eager does.
 
-Two processes over gloo, each a rank with SGLang's own runners (cp_rank.py says what is SGLang's and what is not).
+Two processes over gloo, each a rank with SGLang's own runners (cp_rank.py says what is SGLang's and what is not). The
+graphs' memory is one pool (recorded_graph.py): layers and buckets use each other's blocks, and before each step
+whatever no tensor owns there is not a number, or a huge index.
 """
 
 from __future__ import annotations
@@ -19,8 +21,21 @@ import torch
 import torch.distributed as dist
 
 from glm_sglang.prefill_graph import buckets
+from tests.unit.prefill_graph import recorded_graph
 from tests.unit.prefill_graph.cp_kernels import PAGE
-from tests.unit.prefill_graph.cp_rank import LAYERS, RANKS, TABLE, Rank, Seen, Step, load
+from tests.unit.prefill_graph.cp_rank import (
+    HIDDEN,
+    LATENT,
+    LAYERS,
+    RANKS,
+    ROPE,
+    TABLE,
+    Layer,
+    Rank,
+    Seen,
+    Step,
+    load,
+)
 
 BOUND_S = 120  # of a hang; all steps take a second
 PLAN = buckets.plan(128, cp_size=RANKS)
@@ -37,14 +52,16 @@ STEPS = {
 Passes = dict[str, tuple[Seen, Seen]]  # eager, replayed
 
 
-def serve(rank: int, store: str, pipe: Connection, impl: str, hooks: Any, steps: dict[str, Step]) -> None:
+def serve(
+    rank: int, store: str, pipe: Connection, impl: str, without: Sequence[str], steps: dict[str, Step]
+) -> None:
     """What this rank sees of every step (of one without context parallelism, whether it replays), or why it ended."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=BOUND_S)
     )
     try:
-        here = Rank(rank, PLAN.buckets, impl, hooks)
+        here = Rank(rank, PLAN.buckets, impl, without)
         found: Any = {
             name: (here.run(step, graph=False), here.run(step, graph=True))
             if step.tokens >= RANKS
@@ -59,14 +76,14 @@ def serve(rank: int, store: str, pipe: Connection, impl: str, hooks: Any, steps:
     pipe.poll(BOUND_S)  # the other rank may still be in the last collective; the end is `both`'s
 
 
-def both(store: Path, impl: str, hooks: Sequence[str] | None, steps: dict[str, Step]) -> list[Any]:
-    """Both ranks' answers, in rank order."""
+def both(store: Path, impl: str, steps: dict[str, Step], *, without: Sequence[str] = ()) -> list[Any]:
+    """Both ranks' answers, in rank order; `without` these hooks."""
     load()
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, str(store), theirs, impl, hooks, steps))
+        process = context.Process(target=serve, args=(rank, str(store), theirs, impl, without, steps))
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -86,7 +103,7 @@ def both(store: Path, impl: str, hooks: Sequence[str] | None, steps: dict[str, S
 @pytest.fixture(scope="module", params=["flashmla_sparse", "flashmla_kv"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Passes]:
     """Both ranks' passes, by the attention that SGLang takes on an H200 for BF16 and for FP8 KV."""
-    answers = both(tmp_path_factory.mktemp("gloo") / "store", request.param, None, STEPS)
+    answers = both(tmp_path_factory.mktemp("gloo") / "store", request.param, STEPS)
     for answer in answers:
         assert isinstance(answer, dict), answer[1]
     return answers
@@ -186,24 +203,52 @@ def by_layer(seen: Seen) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_too_few_tokens_for_both_ranks_run_eagerly(tmp_path: Path) -> None:
-    assert (
-        both(tmp_path / "store", "flashmla_sparse", None, {"one": Step(((30, 1),))})
-        == [{"one": False}] * RANKS
+    assert both(tmp_path / "store", "flashmla_sparse", {"one": Step(((30, 1),))}) == [{"one": False}] * RANKS
+
+
+def test_breaks_own_none_of_the_graphs_memory(ranks: list[Passes]) -> None:
+    assert [seen.kept for passes in ranks for both in passes.values() for seen in both] == [0] * (
+        len(ranks) * len(STEPS) * 2
     )
 
 
+def test_a_break_that_is_not_known_owns_what_it_is_given_in_every_layer_and_bucket(tmp_path: Path) -> None:
+    """Then results are the same; what it costs is at least attention's queries and output."""
+    steps = {"a cached prefix": STEPS["a cached prefix"]}
+    answers = both(tmp_path / "store", "flashmla_sparse", steps, without=["context_parallel:indexer_with_kv"])
+    for passes in answers:
+        assert isinstance(passes, dict), passes[1]
+        eager, graph = passes["a cached prefix"]
+        near(graph.logits, eager.logits)
+        rows = sum(buckets.local_rows(bucket, RANKS) for bucket in PLAN.buckets)
+        assert graph.kept >= sum(LAYERS) * rows * (HIDDEN + LATENT + ROPE) * 8
+
+
+def test_a_selection_that_nobody_holds_until_its_last_reader_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So this device gives blocks away as a GPU's allocator does, and finds what breaks must not do."""
+    run = Layer.__call__
+
+    def forgetful(self: Layer, positions: Any, x: Any, batch: Any, topk: Any) -> Any:
+        x, topk = run(self, positions, x, batch, topk)
+        return x, recorded_graph.POOL.weak(topk)
+
+    monkeypatch.setattr(Layer, "__call__", forgetful)  # the ranks are forks
+    for error, trace in both(tmp_path / "store", "flashmla_sparse", {"few tokens": STEPS["few tokens"]}):
+        assert "out of bounds" in error, trace
+
+
 @pytest.mark.parametrize(
-    ("impl", "hooks", "refusal"),
+    ("impl", "left_out", "refusal"),
     [
         # What a server on two H200 said: more slots than keys. So this device sees what a GPU sees.
-        ("flashmla_sparse", ("prepare_qkv", "cached_lengths"), "num_tokens: expected 21 but got 32"),
-        ("flashmla_kv", ("prepare_qkv", "prepare"), "cache_seqlens: expected {rows} but got 16"),
+        ("flashmla_sparse", "context_parallel:prepare", "num_tokens: expected 21 but got 32"),
+        ("flashmla_kv", "context_parallel:cached_lengths", "cache_seqlens: expected {rows} but got 16"),
     ],
 )
-def test_without_the_cuts_kernels_refuse(
-    tmp_path: Path, impl: str, hooks: tuple[str, ...], refusal: str
-) -> None:
+def test_without_the_cuts_kernels_refuse(tmp_path: Path, impl: str, left_out: str, refusal: str) -> None:
     steps = {"a cached prefix": STEPS["a cached prefix"]}
-    for rank, (error, trace) in enumerate(both(tmp_path / "store", impl, hooks, steps)):
+    for rank, (error, trace) in enumerate(both(tmp_path / "store", impl, steps, without=[left_out])):
         rows = rows_of(rank, steps["a cached prefix"])
         assert error == f"Size mismatch for {refusal.format(rows=rows)}", trace

@@ -6,6 +6,7 @@ SGLang's attention and indexer breaks do with padding rows.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -110,6 +111,59 @@ def test_segments_and_breaks_run_in_the_order_of_the_capture(monkeypatch: pytest
     graph.replay()
     assert order == [f"{what} {layer}" for layer in range(3) for what in ("segment", "break")]
     assert (len(graph._segments), len(graph._break_fns)) == (4, 3)
+
+
+LAYERS = 4
+
+
+def rewriting_bucket(module: Any, pool: Pool, seen: list[Any], name: int) -> Any:
+    """A bucket whose segments write, in each layer, all that its break reads, and read what the break wrote."""
+
+    def attend(queries: Any, out: Any, layer: int) -> None:
+        seen.append((name, layer, list(queries.values)))
+        out.fill(slice(0, 4), -queries.values[0])
+
+    attention = module.eager_on_graph(attend)
+    with fake_graph.captured(module) as graph:
+        for layer in range(LAYERS):
+            queries, out = pool.empty(), pool.empty()
+            queries.fill(slice(0, 4), 100 * name + layer)
+            with lifetime.rewritten():
+                attention(queries, out, layer)
+            pool.run(lambda values=out.values: seen.append(list(values)))  # type: ignore[misc]
+            del queries, out
+    return graph
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 1, 1, 3, 2)])
+def test_what_each_replay_writes_anew_needs_one_layers_memory(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
+    module, pool = fake_graph.install(monkeypatch)
+    use(monkeypatch, module, OURS)
+    monkeypatch.setattr(lifetime, "_kept", lifetime.Kept())
+    seen: list[Any] = []
+    graphs = {name: rewriting_bucket(module, pool, seen, name) for name in (1, 2, 3)}
+    assert len(pool.memory) == 2, "queries and output, for all layers and buckets"
+    for name in order:
+        for block in pool.memory:
+            block[:] = [10**9] * pool.cells  # what anybody may have left
+        seen.clear()
+        graphs[name].replay()
+        values = [100 * name + layer for layer in range(LAYERS)]
+        assert seen[0::2] == [(name, layer, [value] * 4) for layer, value in enumerate(values)]
+        assert seen[1::2] == [[-value] * 4 for value in values]
+
+
+def test_only_the_break_inside_is_exempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "current", lambda: OURS)
+    mine = object()
+    with lifetime.rewritten():
+        assert lifetime.keep(lambda _: "weak", mine) == "weak"
+    assert lifetime.keep(lambda _: "weak", mine) is mine
+    with contextlib.suppress(RuntimeError), lifetime.rewritten():
+        raise RuntimeError("a capture that fails")
+    assert lifetime.keep(lambda _: "weak", mine) is mine
 
 
 def test_memory_is_counted_once_a_storage() -> None:

@@ -48,6 +48,10 @@ class Arguments:
                 "tp_size": 1,
                 "ep_size": 1,
                 "attn_dp_size": 1,
+                "moe_a2a_backend": "none",
+                "enable_symm_mem": False,
+                "dsa_prefill_backend": None,
+                "dsa_decode_backend": None,
                 "device": "cuda",
                 **fields,
             }
@@ -179,25 +183,55 @@ def test_the_footprint_of_true_widths_is_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("layers", "rows", "measured_gib"), [(8, (576, 2048), 3.39), (5, (256, 2048), 1.93)])
-def test_what_breaks_keep_under_context_parallelism_is_what_was_measured(
+def test_what_breaks_that_own_their_inputs_keep_is_what_was_measured(
     layers: int, rows: tuple[int, ...], measured_gib: float
 ) -> None:
-    """Two H200, CP2: "break inputs hold … GiB". Counted too high rather than too low."""
+    """Two H200, CP2, every break owning its inputs: "break inputs hold … GiB". Counted too high rather than too low."""
     sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
-    kept = footprint.memory(sizes, 0, layers=layers, cp_size=2).row_kept * sum(rows) / 2**30
+    kept = footprint.memory(sizes, 0, keeping=layers, cp_size=2).row_kept * sum(rows) / 2**30
     assert measured_gib <= kept <= 1.1 * measured_gib
 
 
-def test_under_context_parallelism_the_plan_counts_what_every_layer_keeps(
-    chosen: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("moe", ["none", "megamoe"])
+def test_under_context_parallelism_buckets_reach_the_chunk(
+    chosen: Any, caplog: pytest.LogCaptureFixture, moe: str
 ) -> None:
     chosen(memory=H200_MIB, mode="strict")
-    arguments = Arguments(enable_prefill_cp=True, tp_size=8, ep_size=8)
+    arguments = Arguments(
+        enable_prefill_cp=True, tp_size=8, ep_size=8, chunked_prefill_size=32768, moe_a2a_backend=moe
+    )
+    arguments.view.max_prefill_tokens = 32768
+    resolution.set_buckets(arguments, nothing)
+    assert arguments.prefill.bs == list(buckets.plan(32768, cp_size=8).buckets)
+    assert buckets.local_rows(arguments.prefill.max_bs, 8) == 4096
+    assert "run eagerly" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [{"moe_a2a_backend": "deepep"}, {"enable_symm_mem": True}, {"dsa_prefill_backend": "trtllm"}],
+)
+def test_where_breaks_may_own_their_inputs_the_plan_counts_what_every_layer_keeps(
+    chosen: Any, caplog: pytest.LogCaptureFixture, unknown: dict[str, Any]
+) -> None:
+    chosen(memory=H200_MIB, mode="strict")
+    arguments = Arguments(enable_prefill_cp=True, tp_size=8, ep_size=8, **unknown)
     resolution.set_buckets(arguments, nothing)
     sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
     rows = sum(buckets.local_rows(bucket, 8) for bucket in arguments.prefill.bs)
     assert 0 < rows * 78 * footprint.kept_row_bytes(sizes, 8) < H200_MIB * 2**20 / 8
     assert "run eagerly" in caplog.text
+
+
+def test_the_pool_holds_the_selection_and_every_ranks_kv_and_experts_the_rows_they_get() -> None:
+    sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
+    alone, shared = (footprint.row_bytes(sizes, cp_size=size) for size in (1, 8))
+    # Of a local row 2,048 slots of 4 bytes; of 1 + 8 ranks' rows 576 KV values of 2 bytes; of 8 ranks' input, output.
+    in_pool, fixed = 2048 * 4 + 9 * 576 * 2, 2 * 8 * 6144 * 2
+    assert (shared - alone) == pytest.approx(footprint.PACKING * in_pool + fixed, abs=1)
+    experts = 8 * (2 * 2048 * 2 + 2048 + 6144 * 2)  # of one row: gate and up, product, outputs
+    gathered = footprint.row_bytes(sizes, cp_size=8, gathered=True)
+    assert gathered > footprint.PACKING * 8 * experts + fixed > shared
 
 
 def test_tensor_parallel_heads_and_experts_take_their_share() -> None:

@@ -24,6 +24,9 @@ class Mode:
     def is_extend_without_speculative(self) -> bool:
         return self.extend
 
+    def is_context_parallel_extend(self) -> bool:
+        return False
+
 
 class Backend:
     """An attention backend: `order` gets what it is asked."""
