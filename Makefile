@@ -48,7 +48,7 @@ test-slow: ## the minutes-long ones
 	@launch/setup.sh "$(VENV)" cpu test
 	@"$(BIN)/python" -m pytest -m "slow and not gpu and not ab"
 
-test-ab: ## SGLang beside vLLM (installed apart, in $VLLM_VENV or .vllm), driven by the A/B harness
+test-ab: ## SGLang beside vLLM (installed apart, in $VLLM_VENV or .vllm), driven by the A/B harness; LMCache's repairs inside vLLM
 	@launch/setup.sh "$(VENV)" cpu test
 	@launch/vllm.sh "$(VLLM)"
 	@VLLM_VENV="$(VLLM)" "$(BIN)/python" -m pytest -m ab
