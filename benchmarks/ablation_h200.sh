@@ -70,8 +70,8 @@ if [ "$prefill" -eq 2 ]; then
   own="$cp $own"; stock=$cp
   # Stock's CP has kernels that only CUDA has.
   [ -z "$reference" ] || stock="--tp-size 2 --ep-size 2"
-  # Graphs under prefill CP are captured no other way, for the first time: should they fail, the others together remain.
-  [ -n "$reference" ] || arms=(--graphs "${GRAPHS:-strict}" --also megamoe,cache)
+  # Graphs under prefill CP are captured no other way.
+  [ -n "$reference" ] || arms=(--graphs "${GRAPHS:-strict}")
 fi
 flags="$flags --chunked-prefill-size $step"
 layout=(--layout single)

@@ -109,8 +109,7 @@ def test_the_arms_are_those_of_the_layout(run: Run) -> None:
     found = run.arms()
     measured = [name for name, arm in found.items() if arm.spec]
     with_megamoe = ["1 MegaMoE"] if run.prefill == 2 else []
-    some = ["megamoe + cache"] if run.prefill == 2 else []
-    assert measured == [STOCK, "none", *with_megamoe, "2 prefill graphs", "3, 4 and 5 the cache", *some, ALL]
+    assert measured == [STOCK, "none", *with_megamoe, "2 prefill graphs", "3, 4 and 5 the cache", ALL]
     assert found[ALL].changes == (*(["megamoe"] if with_megamoe else []), "graphs", "cache")
     if not with_megamoe:
         assert "needs 2 GPUs" in found["1 MegaMoE"].state
