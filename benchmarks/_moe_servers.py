@@ -163,7 +163,7 @@ def launch(
     """
     arms: dict[str, Arm] = {}
     pool = stack.enter_context(_Waiters())
-    for name, options in arms_of(part, args).items():
+    for name, options in asked(part, args).items():
         log = args.logs / f"{part}-{name}.log" if args.logs else None
         server = Server(
             model,
@@ -222,6 +222,11 @@ def flags_of(args: argparse.Namespace) -> list[str]:
     common = [*graphs, *setting.flags, "--chunked-prefill-size", str(setting.chunk)]
     common += ["--tp-size", str(args.ranks)]
     return [*common, "--skip-server-warmup", "--disable-radix-cache", "--enable-metrics"]
+
+
+def asked(part: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of a part's arms stock and those of --arms, where there are any."""
+    return {n: arm for n, arm in arms_of(part, args).items() if not args.arms or n in {"stock", *args.arms}}
 
 
 def arms_of(part: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -48,6 +48,7 @@ from benchmarks._moe_servers import (
     Report,
     Setting,
     about,
+    arms_of,
     launch,
     node_chunk,
     tokens,
@@ -303,6 +304,12 @@ def parser() -> argparse.ArgumentParser:
         "--discard", type=int, default=2, help="and untimed ones before them (default %(default)s)"
     )
     build.add_argument(
+        "--arms",
+        type=lambda text: frozenset(text.split(",")),
+        default=frozenset(),
+        help="only these beside stock, comma-separated (default: all of a part)",
+    )
+    build.add_argument(
         "--speed-seconds", type=float, default=70.0, help="kept for timing (default %(default)s)"
     )
     build.add_argument(
@@ -330,6 +337,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         build.error(f"--parts names {', '.join(sorted(unknown))}, allowed: {', '.join(PARTS)}")
     if args.reference and "exposed" in wanted:
         build.error("--parts exposed traces GPUs, which --reference has none of")
+    known = {name for part in wanted if part != "checkpoint" for name in arms_of(part, args)}
+    if strange := args.arms - known:
+        build.error(f"--arms names {', '.join(sorted(strange))}, allowed: {', '.join(sorted(known))}")
     if {"node", "exposed"} & set(wanted) and max(args.lengths) < node_chunk(args):
         build.error(f"--lengths must reach a whole chunk, {node_chunk(args)} tokens for --ranks {args.ranks}")
     return args

@@ -246,6 +246,12 @@ def test_the_arms_differ_in_the_changes_only() -> None:
     here = moe_server.parse(["--parts", "node", "--reference", "--lengths", "576"])
     assert list(_moe_servers.node_arms("node", here)) == ["stock", "megamoe", "cache"]
 
+    some = moe_server.parse(["--parts", "same", "--arms", "graphs"])
+    assert list(_moe_servers.asked("same", some)) == ["stock", "graphs"]
+    assert _moe_servers.asked("same", moe_server.parse(["--parts", "same"])) == _moe_servers.arms_of(
+        "same", some
+    )
+
 
 @pytest.mark.parametrize(
     "words",
@@ -253,6 +259,7 @@ def test_the_arms_differ_in_the_changes_only() -> None:
         ["--parts", "nodes"],
         ["--parts", "exposed", "--reference", "--lengths", "512"],
         ["--parts", "node", "--ranks", "8", "--lengths", "8192"],
+        ["--parts", "same", "--arms", "graphs,graph"],
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
