@@ -1,9 +1,11 @@
-"""How fast is a MoE layer of GLM-5.x: MegaMoE, all-gather + grouped FP8 GEMM + reduce-scatter, stock SGLang?
+"""How fast is a MoE layer of GLM-5.x: MegaMoE, our overlapped path, all-gather + grouped FP8 GEMM + reduce-scatter,
+stock SGLang?
 
 `torchrun --nproc-per-node 2 -m benchmarks.moe_layer --json` on one host with SM90 GPUs. All arms see the same
 weights and tokens in one run, each captured as a CUDA graph, so that host launches don't count; a time is the
 slowest rank's, and the figure is the median of `--repeat` replays. `--dry-run` prints the plan (calls,
-buffers, FLOPs, bytes on the wire) and needs no GPU.
+buffers, FLOPs, bytes on the wire) and needs no GPU; nor does `--crossover RESULT.json`, which adds a saved result to
+the table that picks a path by GPU, EP size and tokens.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm_kernels.mega_moe.buffer import SM90_TOKEN_ALIGNMENT, sm90_buffer_bytes
 from glm_kernels.mega_moe.chunks import align, plan_chunks
 from glm_kernels.mega_moe.limits import Arch, check_shape
 
-from benchmarks import _result
+from benchmarks import _moe_overlapped, _result
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 TOKENS = (64, 512, 1024, 1920, 2048, 4096, 8192, 16384)
 HEADLINE = 8192
 ROUTINGS = ("random", "skewed", "one_rank")
+OPTIONAL_ARMS = ("stock", "overlapped")
+DEFAULT_ARMS = ("stock",)
 CHECKED_TOKENS = 256  # of each rank, against the reference
 
 
@@ -63,6 +69,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--soak", type=int, default=0, help="also this many MegaMoE calls with changing token counts"
     )
+    p.add_argument(
+        "--arms", type=_optional, default=DEFAULT_ARMS, help="beside megamoe and gathered: stock,overlapped"
+    )
+    p.add_argument(
+        "--overlap", action="append", default=[], help="a variant of the overlapped path; several: once each"
+    )
+    p.add_argument("--overlap-limit", type=float, default=120.0, help="seconds for all variants and sizes")
+    p.add_argument("--crossover", type=Path, help="add this saved result to the crossover table, and end")
     p.add_argument("--ranks", type=int, default=2, help="EP size of a dry run; torchrun sets it otherwise")
     p.add_argument("--dry-run", action="store_true", help="print the plan, without a GPU")
     _result.add_arguments(p)
@@ -74,6 +88,13 @@ def _integers(text: str) -> tuple[int, ...]:
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"token counts must be positive, found {text}")
     return values
+
+
+def _optional(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    if not set(names) <= set(OPTIONAL_ARMS):
+        raise argparse.ArgumentTypeError(f"optional arms are {', '.join(OPTIONAL_ARMS)}, found {text}")
+    return names
 
 
 def plan(layer: Layer, tokens: int, capacities: tuple[int, ...]) -> dict[str, Any]:
@@ -119,10 +140,16 @@ def plan(layer: Layer, tokens: int, capacities: tuple[int, ...]) -> dict[str, An
 def main(argv: list[str] | None = None) -> int:
     """Runs, and on rank 0 prints the result; 2 for a machine or a shape that cannot answer the question."""
     args = parser().parse_args(argv)
+    if args.crossover is not None:
+        for entry in _moe_overlapped.update_table(args.crossover):
+            print(f"{entry.key.gpu} EP{entry.key.ranks}, {entry.tokens} tokens a rank: {entry.winner}")
+        return 0
     ranks = args.ranks if args.dry_run else int(os.environ.get("WORLD_SIZE", "1"))
     layer = Layer(args.hidden, args.intermediate, args.experts_per_rank * ranks, args.top_k, ranks)
     try:
         check_shape(Arch.SM90, **asdict(layer))
+        for text in args.overlap:
+            _moe_overlapped.Variant.parse(text)
     except ValueError as refusal:
         print(f"moe_layer: {refusal}", file=sys.stderr)
         return 2
@@ -177,13 +204,75 @@ def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
         "fp8_peak_tflops": round(peak, 1),
         "sizes": sizes,
         "unavailable": _moe_arms.unavailable(),
-        **headline(sizes),
     }
     if args.soak:
         result["soak"] = _soak(layer, weights, max(args.tokens), args)
-    dist.barrier()
-    dist.destroy_process_group()
-    return result if rank == 0 else None
+    alive = True
+    if "overlapped" in args.arms:
+        alive = _overlapped(layer, weights, args, clock, peak, result)
+    if alive:
+        dist.barrier()
+        dist.destroy_process_group()
+    return _summed_up(result) if rank == 0 else None
+
+
+def _summed_up(result: dict[str, Any]) -> dict[str, Any]:
+    sizes = result["sizes"]
+    return {**result, **headline(sizes), **_moe_overlapped.headline(sizes, HEADLINE)}
+
+
+def _overlapped(
+    layer: Layer,
+    weights: ExpertWeights,
+    args: argparse.Namespace,
+    clock: Clock,
+    peak: float,
+    result: dict[str, Any],
+) -> bool:
+    """Adds the overlapped arm to every size of `result`, after all others; whether the device still answers."""
+    import torch
+    import torch.distributed as dist
+
+    rank, group, sizes = dist.get_rank(), dist.group.WORLD, result["sizes"]
+    assert group is not None
+    reasons: dict[str, str] = result["unavailable"]
+
+    def finish() -> None:
+        if rank == 0:
+            _result.finish("moe_layer", _summed_up(result), args)
+
+    def expired() -> None:
+        reasons["overlapped"] = f"not done after {args.overlap_limit:.0f} s (--overlap-limit)"
+        finish()
+        time.sleep(0 if rank == 0 else 10)  # torchrun ends all ranks with the first
+
+    finish()  # an error of the device may end this process at any time
+    variants = tuple(args.overlap) or _moe_overlapped.VARIANTS
+    with _moe_overlapped.limited(args.overlap_limit, expired):
+        for size in sizes:
+            _say(rank, f"{size['tokens']} tokens a rank, overlapped")
+            batch = _batch(layer, size["tokens"], args)
+            found = _moe_overlapped.sweep(
+                variants,
+                partial(_moe_overlapped.overlapped, batch, weights, layer, group),
+                partial(
+                    _measure_arm,
+                    batch=batch,
+                    truth=_reference(batch, weights, group),
+                    tflop=size["tflop_a_rank"],
+                    clock=clock,
+                    peak=peak,
+                ),
+            )
+            _moe_overlapped.add_to(size, found)
+            reasons |= {f"overlapped {size['tokens']} {text}": why for text, why in found.failed.items()}
+            times = (f"{text} {arm['ms']:.3f} ms" for text, arm in found.measured.items())
+            _say(rank, "  " + "  ".join(times))
+            if not found.alive:
+                reasons["overlapped"] = "the GPU failed; larger and later sizes were not measured"
+                return False
+            torch.cuda.empty_cache()
+    return True
 
 
 def headline(sizes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -252,8 +341,9 @@ def _measure_size(
     builders: dict[str, Callable[[], Arm]] = {
         "megamoe": partial(_moe_arms.megamoe, batch, weights, layer, tokens, tokens, group),
         "gathered": partial(_moe_arms.gathered, batch, weights, layer, group),
-        "stock": partial(_moe_arms.stock, batch, weights, layer, group),
     }
+    if "stock" in args.arms:
+        builders["stock"] = partial(_moe_arms.stock, batch, weights, layer, group)
     for capacity in args.capacity:
         if capacity < tokens:
             chunked = partial(_moe_arms.megamoe, batch, weights, layer, capacity, tokens, group)
@@ -265,14 +355,16 @@ def _measure_size(
         arm["exposed_ms"] = round(arm["ms"] - gemms, 4)
         arm["exposed_share"] = round(max(arm["ms"] - gemms, 0.0) / arm["ms"], 4)
     best = min(arm["ms"] for name, arm in arms.items() if name.startswith("megamoe"))
-    return {
+    size = {
         **facts,
         "arms": arms,
         "gemms_ms": gemms,
         "speedup": round(arms["gathered"]["ms"] / arms["megamoe"]["ms"], 4),
         "speedup_best_chunking": round(arms["gathered"]["ms"] / best, 4),
-        "speedup_over_stock": round(arms["stock"]["ms"] / arms["megamoe"]["ms"], 4),
     }
+    if "stock" in arms:
+        size["speedup_over_stock"] = round(arms["stock"]["ms"] / arms["megamoe"]["ms"], 4)
+    return size
 
 
 def _measure_arm(
