@@ -45,7 +45,7 @@ class Variant:
     side_sms: int = 16
     leave_sms: bool = True
     side_programs: int = 4
-    gate_cycles: int = 4000
+    gate_cycles: int = 6000
     order: str = "peers_second"
     early_finish: bool = False
     shares: tuple[int, ...] = (1, 1)
@@ -144,7 +144,8 @@ def overlapped(
         part(Kind.GEMM1, Kind.GEMM2)()
         moe.backend = backend
 
-    parts = {kind.value: part(kind) for kind in Kind if any(op.kind is kind for op in moe.ops)}
+    # The same on every rank, whatever its rows are: each part is timed by all of them at once.
+    parts = {kind.value: part(kind) for kind in Kind if transport.pushes or kind is not Kind.PUSH}
     parts |= {"dispatch": part(Kind.ANNOUNCE, Kind.PULL), "gemms": part(Kind.GEMM1, Kind.GEMM2)}
     facts = {
         "options": _changed(variant),
@@ -195,7 +196,10 @@ class Sweep:
 
 
 def sweep(
-    variants: tuple[str, ...], build: Callable[[Variant], Arm], time: Callable[[Arm], dict[str, Any]]
+    variants: tuple[str, ...],
+    build: Callable[[Variant], Arm],
+    time: Callable[[Arm], dict[str, Any]],
+    say: Callable[[str], None],
 ) -> Sweep:
     """Measures every variant, and the parts of the fastest. After an error of the device itself it stops."""
     import torch
@@ -211,6 +215,7 @@ def sweep(
             if measured["overflow"]:
                 raise RuntimeError("the plan's rows did not suffice: the routing was another than the plan's")
             result.measured[text] = measured
+            say(f"  {measured['ms']:.3f} ms  {measured['calc_diff']:.1e}  {text}")
         except Exception as error:
             traceback.print_exc()
             result.failed[text] = f"{type(error).__name__}: {error}".splitlines()[0]

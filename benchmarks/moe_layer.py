@@ -180,7 +180,7 @@ def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks import _moe_arms
+    from benchmarks import _moe_arms, _moe_batches
 
     rank = int(os.environ.get("RANK", "0"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -188,7 +188,7 @@ def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", rank=rank, world_size=layer.ranks, device_id=device)
-    weights = _weights(layer, rank)
+    weights = _moe_batches.weights_of(layer, rank)
     clock = Clock(args.repeat)
     peak = _moe_arms.fp8_peak_tflops(clock.graph)
     sizes = []
@@ -233,6 +233,8 @@ def _overlapped(
     import torch
     import torch.distributed as dist
 
+    from benchmarks import _moe_batches
+
     rank, group, sizes = dist.get_rank(), dist.group.WORLD, result["sizes"]
     assert group is not None
     reasons: dict[str, str] = result["unavailable"]
@@ -251,23 +253,22 @@ def _overlapped(
     with _moe_overlapped.limited(args.overlap_limit, expired):
         for size in sizes:
             _say(rank, f"{size['tokens']} tokens a rank, overlapped")
-            batch = _batch(layer, size["tokens"], args)
+            batch = _moe_batches.batch_of(layer, size["tokens"], args)
             found = _moe_overlapped.sweep(
                 variants,
                 partial(_moe_overlapped.overlapped, batch, weights, layer, group),
                 partial(
                     _measure_arm,
                     batch=batch,
-                    truth=_reference(batch, weights, group),
+                    truth=_moe_batches.reference(batch, weights, group),
                     tflop=size["tflop_a_rank"],
                     clock=clock,
                     peak=peak,
                 ),
+                partial(_say, rank),
             )
             _moe_overlapped.add_to(size, found)
             reasons |= {f"overlapped {size['tokens']} {text}": why for text, why in found.failed.items()}
-            times = (f"{text} {arm['ms']:.3f} ms" for text, arm in found.measured.items())
-            _say(rank, "  " + "  ".join(times))
             if not found.alive:
                 reasons["overlapped"] = "the GPU failed; larger and later sizes were not measured"
                 return False
@@ -330,12 +331,12 @@ def _measure_size(
 ) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from benchmarks import _moe_arms
+    from benchmarks import _moe_arms, _moe_batches
 
     group = dist.group.WORLD
     assert group is not None
-    batch = _batch(layer, tokens, args)
-    truth = _reference(batch, weights, group)
+    batch = _moe_batches.batch_of(layer, tokens, args)
+    truth = _moe_batches.reference(batch, weights, group)
     facts = plan(layer, tokens, args.capacity)
     arms: dict[str, dict[str, Any]] = {}
     builders: dict[str, Callable[[], Arm]] = {
@@ -389,61 +390,6 @@ def _measure_arm(
     }
 
 
-def _weights(layer: Layer, rank: int) -> ExpertWeights:
-    """This rank's experts, drawn expert by expert: fp32 copies of all would not fit beside the arms."""
-    import torch
-    from glm_kernels.mega_moe import ExpertWeights, numerics
-
-    torch.manual_seed(7 + rank)
-    parts: list[list[torch.Tensor]] = [[], [], [], []]
-    for _ in range(layer.experts // layer.ranks):
-        w13 = torch.randn(2 * layer.intermediate, layer.hidden, device="cuda") * layer.hidden**-0.5
-        w2 = torch.randn(layer.hidden, layer.intermediate, device="cuda") * 2 * layer.intermediate**-0.5
-        for i, tensor in enumerate((*numerics.quantize_blocks(w13), *numerics.quantize_blocks(w2))):
-            parts[i].append(tensor)
-    codes13, scale13, codes2, scale2 = (torch.stack(part) for part in parts)
-    return ExpertWeights(codes13, codes2, scale13, scale2)
-
-
-def _batch(layer: Layer, tokens: int, args: argparse.Namespace) -> Batch:
-    """This rank's tokens under the named routing; the rows past its own count are masked."""
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks._moe_arms import Batch
-
-    rank = dist.get_rank()
-    torch.manual_seed(1000 + rank)
-    score = torch.rand(tokens, layer.experts, device="cuda")
-    if args.routing == "skewed":
-        score = score * torch.logspace(0, -1, layer.experts, device="cuda")
-    elif args.routing == "one_rank":
-        score[:, layer.experts // layer.ranks :] = -1.0
-    ids = score.topk(layer.top_k, dim=-1).indices.int()
-    weights = torch.rand(tokens, layer.top_k, device="cuda") + 0.1
-    count = tokens // (rank + 1) if args.uneven else tokens
-    ids[count:] = -1
-    x = torch.randn(tokens, layer.hidden, device="cuda").bfloat16()
-    return Batch(x, ids.contiguous(), weights / weights.sum(-1, keepdim=True), count)
-
-
-def _reference(batch: Batch, weights: ExpertWeights, group: Any) -> torch.Tensor:
-    from glm_kernels.mega_moe import Arithmetic, mega_moe_reference
-
-    from benchmarks._moe_arms import ROUTED_SCALING
-
-    rows = slice(0, min(batch.count, CHECKED_TOKENS))
-    return mega_moe_reference(
-        batch.x[rows],
-        batch.ids[rows],
-        batch.weights[rows],
-        weights,
-        arithmetic=Arithmetic.SM90,
-        routed_scaling_factor=ROUTED_SCALING,
-        group=group,
-    )
-
-
 def _soak(layer: Layer, weights: ExpertWeights, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """`--soak` eager calls whose token counts change every time and differ between ranks, zero included."""
     import dataclasses
@@ -452,11 +398,11 @@ def _soak(layer: Layer, weights: ExpertWeights, tokens: int, args: argparse.Name
     import torch.distributed as dist
     from glm_kernels.mega_moe import calc_diff
 
-    from benchmarks import _moe_arms
+    from benchmarks import _moe_arms, _moe_batches
 
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    full = _batch(layer, tokens, args)
+    full = _moe_batches.batch_of(layer, tokens, args)
     counts = torch.randint(
         0, tokens + 1, (args.soak, layer.ranks), generator=torch.Generator().manual_seed(5)
     )
@@ -468,7 +414,7 @@ def _soak(layer: Layer, weights: ExpertWeights, tokens: int, args: argparse.Name
         holder.count = int(counts[i, rank])
         arm.run()
         if i % 100 == 0:
-            truth = _reference(holder, weights, group)
+            truth = _moe_batches.reference(holder, weights, group)
             largest = max(largest, calc_diff(arm.out[: len(truth)], truth))
     torch.cuda.synchronize()
     worst = torch.tensor([largest], device="cuda")

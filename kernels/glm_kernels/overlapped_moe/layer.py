@@ -39,7 +39,7 @@ class Options:
     side_sms: int = 16
     leave_sms: bool = True
     side_programs: int = 4
-    gate_cycles: int = 4000
+    gate_cycles: int = 6000
     order: str = "peers_second"
     early_finish: bool = False
 
@@ -151,10 +151,11 @@ class CudaBackend:
         if options.side_sms >= self._sms:
             raise ValueError(f"side_sms is {options.side_sms}; this GPU has {self._sms} SMs")
         low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+        # The layout's few programs go before the quantisation's many; a GEMM goes before what runs beside it.
+        priorities = {"comm": high, "gemm": min(high + 1, low), "side": low}
         self._streams = {
-            "gemm": torch.cuda.Stream(device, priority=high),  # type: ignore[no-untyped-call]
-            "side": torch.cuda.Stream(device, priority=low),  # type: ignore[no-untyped-call]
-            "comm": torch.cuda.Stream(device, priority=high),  # type: ignore[no-untyped-call]
+            name: torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            for name, priority in priorities.items()
         }
         self._caller: torch.cuda.Stream | None = None
 

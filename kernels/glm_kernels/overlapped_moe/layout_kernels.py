@@ -30,13 +30,22 @@ def _ids_of(ids, line, first_expert, EXPERTS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    ids, blocks, counts, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+    ids,
+    blocks,
+    counts,
+    overflow,
+    first_expert,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
     _, _, here, local = _ids_of(ids, blocks + block * 2, first_expert, EXPERTS, BLOCK)
     expert = tl.arange(0, PADDED)
     hit = ((local[:, None] == expert[None, :]) & here[:, None]).to(tl.int32)
     tl.store(counts + block * PADDED + expert, tl.sum(hit, 0))
+    if block == 0:
+        tl.store(overflow, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -155,9 +164,8 @@ class LayoutKernels:
         of, sources = self.plan.geometry, len(self.plan.sources)
         first = of.rank * of.experts
         shape = {"EXPERTS": of.experts, "PADDED": self._padded}
-        out.overflow.zero_()
         _count[(self._number,)](
-            ids, self._blocks, self._counts, first, BLOCK=self._block, num_warps=_WARPS, **shape
+            ids, self._blocks, self._counts, out.overflow, first, BLOCK=self._block, num_warps=_WARPS, **shape
         )
         _scan[(1,)](
             self._counts,

@@ -128,7 +128,7 @@ def timed(arm: Any) -> dict[str, Any]:
 def test_the_fastest_variant_is_the_arm_and_failures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     variants = ("side_sms=16", "side_sms=12", "order=own_first", "side_sms=0")
-    found = sweep(variants, arm_of, timed)
+    found = sweep(variants, arm_of, timed, print)
     assert found.best == "side_sms=12"
     assert found.failed == {
         "order=own_first": "RuntimeError: no kernel image",
@@ -154,7 +154,7 @@ def test_a_dead_gpu_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr(torch.cuda, "synchronize", dead)
-    found = sweep(("order=own_first", "side_sms=16"), arm_of, timed)
+    found = sweep(("order=own_first", "side_sms=16"), arm_of, timed, print)
     assert not found.alive
     assert found.measured == {}
     size: dict[str, Any] = {"tokens": 64, "arms": {}}

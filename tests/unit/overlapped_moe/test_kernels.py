@@ -16,7 +16,7 @@ LAYOUT = {"EXPERTS": 32, "PADDED": 32}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "count": (
         layout_kernels._count,
-        {"ids": "*i32", "blocks": "*i32", "counts": "*i32", "first_expert": "i32"},
+        {"ids": "*i32", "blocks": "*i32", "counts": "*i32", "overflow": "*i32", "first_expert": "i32"},
         {"BLOCK": 256, **LAYOUT},
     ),
     "scan": (
