@@ -145,8 +145,10 @@ def overlapped(
         moe.backend = backend
 
     # The same on every rank, whatever its rows are: each part is timed by all of them at once.
-    parts = {kind.value: part(kind) for kind in Kind if transport.pushes or kind is not Kind.PUSH}
-    parts |= {"dispatch": part(Kind.ANNOUNCE, Kind.PULL), "gemms": part(Kind.GEMM1, Kind.GEMM2)}
+    joined = {"dispatch": (Kind.ANNOUNCE, Kind.PULL), "gemms": (Kind.GEMM1, Kind.GEMM2)}
+    apart = set(Kind) - {kind for kinds in joined.values() for kind in kinds}
+    parts = {kind.value: part(kind) for kind in Kind if kind in apart}
+    parts |= {name: part(*kinds) for name, kinds in joined.items()}
     facts = {
         "options": _changed(variant),
         "rows": plan.rows,

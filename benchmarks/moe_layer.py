@@ -180,7 +180,7 @@ def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks import _moe_arms, _moe_batches
+    from benchmarks import _moe_arms, _moe_batches, _moe_compile
 
     rank = int(os.environ.get("RANK", "0"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -188,7 +188,13 @@ def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", rank=rank, world_size=layer.ranks, device_id=device)
+    compiling = []
+    if rank == 0 and "overlapped" in args.arms:
+        variants = map(_moe_overlapped.Variant.parse, _variants(args))
+        compiling = _moe_compile.start(layer, args.tokens, variants)
     weights = _moe_batches.weights_of(layer, rank)
+    _moe_compile.finish(compiling)
+    dist.barrier()
     clock = Clock(args.repeat)
     peak = _moe_arms.fp8_peak_tflops(clock.graph)
     sizes = []
@@ -214,6 +220,10 @@ def measure(layer: Layer, args: argparse.Namespace) -> dict[str, Any] | None:
         dist.barrier()
         dist.destroy_process_group()
     return _summed_up(result) if rank == 0 else None
+
+
+def _variants(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(args.overlap) or _moe_overlapped.VARIANTS
 
 
 def _summed_up(result: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +259,7 @@ def _overlapped(
         time.sleep(0 if rank == 0 else 10)  # torchrun ends all ranks with the first
 
     finish()  # an error of the device may end this process at any time
-    variants = tuple(args.overlap) or _moe_overlapped.VARIANTS
+    variants = _variants(args)
     with _moe_overlapped.limited(args.overlap_limit, expired):
         for size in sizes:
             _say(rank, f"{size['tokens']} tokens a rank, overlapped")

@@ -17,7 +17,7 @@ from glm_kernels.overlapped_moe.crossover import Choice, Crossover, Key, Measure
 from glm_kernels.overlapped_moe.crossover import Path as Way
 from mega_moe_cases import checkpoint, tokens
 
-from benchmarks import _moe_overlapped, moe_layer
+from benchmarks import _moe_compile, _moe_overlapped, moe_layer
 from benchmarks._moe_overlapped import Sweep, Variant, add_to, entries, headline, sweep
 from benchmarks.moe_layer import Layer
 
@@ -248,3 +248,19 @@ def test_results_become_entries_and_later_ones_replace_earlier(
 
 def test_the_shipped_table_can_be_read() -> None:
     assert all(entry.megamoe_ms > 0 for entry in Crossover.load().entries)
+
+
+# --- what is compiled ahead ---
+
+
+def test_rows_that_the_gemms_will_have_under_even_routing() -> None:
+    """8,192 tokens a rank: 32,768 pairs of own and of peers' tokens; halves have 512 of each expert, whole tiles."""
+    shape = Layer(hidden=6144, intermediate=2048, experts=64, top_k=8, ranks=2)
+    variants = [
+        Variant.parse(text) for text in ("side_sms=16", "side_sms=12,shares=3:1", "side_sms=8,leave_sms=0")
+    ]
+    assert _moe_compile.rows_by_side_sms(shape, (8192,), variants) == {
+        0: (16_384, 32_768, 65_536),
+        12: (8192, 24_576, 32_768),
+        16: (16_384, 32_768),
+    }
