@@ -70,7 +70,7 @@ CHANGES: tuple[Change, ...] = (
         "async_save",
         "4 async save",
         "GPU busy 88.9 → 99.1 %",
-        why="no switch of its own: a part of the cache",
+        why="no switch of its own: a part of the cache (measured apart by benchmarks.async_save)",
     ),
     Change(
         "lookup",
@@ -215,7 +215,8 @@ def _stock(setup: Setup) -> Spec:
 
 
 def _processes(name: str, setup: Setup, module: str, flags: str) -> Spec:
-    server = "python -m {module} --model-path {model} --host 127.0.0.1 --port {{port}} {flags}"
+    # Of a pair decode writes the usage, with prefill's count of cached tokens in it.
+    server = "python -m {module} --model-path {model} --host 127.0.0.1 --port {{port}} --enable-cache-report {flags}"
     first = server.format(module=module, model=shlex.quote(setup.model), flags=flags)
     if setup.layout == "single":
         return Spec(name, processes={"server": first}, env=setup.env)

@@ -65,7 +65,10 @@ def test_every_change_of_the_article_is_an_arm_with_a_state() -> None:
     for number in "12345":
         assert any(number in name for name in found)
     assert found["1 MegaMoE"].state == "not on this platform (cpu)"
-    assert found["4 async save"].state.startswith("no switch of its own")
+    for name in ("3 executor", "4 async save", "5 fast lookup"):
+        assert found[name].state.startswith("no switch of its own")
+        module = found[name].state.rpartition("measured apart by ")[2].rstrip(")")
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
     assert found[ALL].state == "the same as 3, 4 and 5 the cache"
     assert found[ALL].spec is None
 
@@ -111,6 +114,18 @@ def test_stock_finds_its_own_packages_first_and_nobody_else_does() -> None:
     assert "PYTHONPATH" not in command(found, STOCK, "decode")
     single = arms(Setup("/m", "single", "gpu", stock_env={"PYTHONPATH": "/older"}), flags=EVERY_FLAG)
     assert {arm.name for arm in single if arm.spec and arm.spec.env} == {STOCK}
+
+
+@pytest.mark.parametrize("share_decode", [False, True])
+def test_cached_tokens_are_counted_where_the_usage_comes_from(share_decode: bool) -> None:
+    """Whatever flags the arms are given: of a pair decode answers, with prefill's count; of one server that one."""
+    for arm in arms(setup(share_decode=share_decode), flags=EVERY_FLAG):
+        if arm.spec:
+            commands = {**arm.spec.processes, **arm.spec.shared}
+            assert "--enable-cache-report" in commands["prefill"].split()
+            assert "--enable-cache-report" in commands["decode"].split()
+    single = [arm.spec for arm in arms(Setup("/m", "single", "cpu"), flags=EVERY_FLAG) if arm.spec]
+    assert all("--enable-cache-report" in spec.processes["server"].split() for spec in single)
 
 
 def test_one_decode_serves_all_arms_where_it_is_shared() -> None:

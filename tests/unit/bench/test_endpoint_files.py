@@ -27,6 +27,22 @@ def test_every_file_gives_endpoints_with_ports_and_flushable_processes(file: Pat
         assert list(spec.processes)[-1] in ("router", "server")
 
 
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)
+def test_who_writes_the_usage_counts_cached_tokens(file: Path) -> None:
+    """Behind a router that is decode: without the flag SGLang's usage has no cached tokens, whatever prefill knows."""
+    specs, _ = endpoints.load(file, VALUES)
+    counted = []
+    for spec in specs:
+        server = "decode" if "router" in spec.processes else list(spec.processes)[-1]
+        words = spec.processes[server].split()
+        if "vllm" in words[0]:  # its name for it
+            assert "--enable-prompt-tokens-details" in words
+            continue
+        counted.append(server)
+        assert "--enable-cache-report" in words, (spec.name, server)
+    assert counted
+
+
 def test_both_sides_of_make_bench_differ_in_launcher_and_cache_alone() -> None:
     (stock, ours), _ = endpoints.load(FOLDER / "cpu.yaml", VALUES)
     words = [set(spec.processes["server"].split()) for spec in (stock, ours)]
