@@ -52,8 +52,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=8, help=f"{FEWEST_ROUNDS} at least for an interval (8)")
     p.add_argument("--concurrency", type=_integers, help="sessions at once; several: a sweep (1)")
     p.add_argument("--rate", type=_floats, help="sessions a second instead, Poisson; several: a sweep")
-    p.add_argument("--warm-up", type=int, default=2, help="sessions after a start that don't count (2)")
-    p.add_argument("--round-warm-up", type=int, default=1, help="the same before every round (1)")
+    p.add_argument(
+        "--warm-up",
+        type=int,
+        default=2,
+        help="sessions that don't count after a start and at a new point; as many as are asked at once, where that is "
+        "more; 0: none (2)",
+    )
+    p.add_argument("--round-warm-up", type=int, default=1, help="the same before every further round (1)")
     p.add_argument(
         "--between",
         choices=("paused", "running", "ended"),

@@ -93,8 +93,10 @@ def discipline(plan: Plan, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """What was done so that no endpoint had an advantage: for the record."""
     return {
         "order": f"every endpoint gets the same requests, in blocks of {plan.block} round(s); who is first changes",
-        "warm_up": f"{plan.warm_up} session(s) after each start, {plan.round_warm_up} before each round, of "
-        "other texts, not counted",
+        "warm_up": f"{plan.warm_up} session(s)"
+        + (", or as many as are asked at once where that is more," if plan.warm_up else "")
+        + f" after each start and at each new point, {plan.round_warm_up} before each further round, of other texts, "
+        "not counted",
         "flush": {endpoint.spec.name: endpoint.flushed for endpoint in endpoints},
         "idle_endpoints": {
             "paused": "processes of the others are stopped (SIGSTOP) while one is measured",
@@ -120,7 +122,7 @@ class Comparison:
         self.case = case
         self.total = len(endpoints) * plan.rounds * len(plan.points)
         self.board = Board([endpoint.spec.name for endpoint in endpoints], self.total, quiet)
-        self._warmed: set[tuple[str, str]] = set()
+        self._warmed: set[tuple[str, str, Point]] = set()
         self._texts: dict[str, str] = {}
 
     def asked(self, point: Point, number: int) -> str:
@@ -230,12 +232,15 @@ class Comparison:
         return Client(endpoint.url, endpoint.model, continuous_usage=self.plan.continuous_usage)
 
     def warm(self, endpoint: Endpoint, point: Point, number: int) -> None:
-        """Asks sessions that don't count, as many at once as the round will: more after a start than before another
-        round. Raises EndpointError when none is answered.
+        """Asks sessions that don't count, as many at once as the round will. Before an endpoint's first round at a point,
+        and after each start, enough to have so many under way: the first batch of a size compiles and captures for it.
+        Raises EndpointError when none is answered.
         """
-        started = (endpoint.spec.name, endpoint.url)
-        wanted = self.plan.round_warm_up if started in self._warmed else self.plan.warm_up
-        self._warmed.add(started)
+        new = (endpoint.spec.name, endpoint.url, point)
+        wanted = self.plan.round_warm_up
+        if new not in self._warmed:
+            self._warmed.add(new)
+            wanted = self.plan.warm_up and max(self.plan.warm_up, point.concurrency or 1)
         if not wanted:
             return
         salt = self.texts(point, number)

@@ -234,10 +234,11 @@ def test_no_text_is_asked_twice_of_an_endpoint_but_every_endpoint_is_asked_the_s
         notes = Notes(sweep(tmp_path / f"{run}.jsonl", between=between), "ab")
         notes.run()
         assert notes.told["a"] == notes.told["b"]
-        # Two points of two rounds, each of three sessions and one that warms.
-        assert len(notes.told["a"]) == 2 * 2 * (3 + 1) * 2
+        # Two points of two rounds, each of three sessions and one that warms; two where two are asked at once.
+        asked = 2 * 2 * (3 + 1) + 1
+        assert len(notes.told["a"]) == asked * 2
         texts = marks_of(notes.told["a"])
-        assert len(texts) == 2 * 2 * (3 + 1)
+        assert len(texts) == asked
         assert not texts & seen
         seen |= texts
 
@@ -309,6 +310,34 @@ def test_warm_up_has_as_many_under_way_as_the_round_and_as_many_sessions_as_aske
     notes.run()
     assert len(notes.told["a"]) == (7 + 3 + 3) * 2
     assert notes.most == 5
+
+
+@pytest.mark.parametrize(
+    ("between", "asked"),
+    [
+        ("running", [(2, 1), (1, 1), (4, 4), (1, 1), (16, 16), (1, 1)]),
+        ("ended", [(2, 1), (4, 4), (16, 16), (1, 1), (1, 1), (1, 1)]),  # all points in a block
+    ],
+)
+def test_every_new_point_has_been_asked_as_much_at_once_as_its_rounds_will(
+    tmp_path: Path, between: str, asked: list[tuple[int, int]]
+) -> None:
+    """With the two sessions of the default: 1, 4 and 16 at once have 2, 4 and 16 before their first round."""
+    points = (Point(1), Point(4), Point(16))
+    warmed: list[tuple[int, int]] = []  # sessions that were asked and how many at once, by warm-up
+
+    class Warmed(Notes):
+        def warm(self, endpoint: Endpoint, point: Point, number: int) -> None:
+            before, self.most = len(self.told["a"]), 0
+            super().warm(endpoint, point, number)
+            warmed.append(((len(self.told["a"]) - before) // 2, self.most))
+
+    plan = sweep(tmp_path / "x.jsonl", points, warm_up=2, round_warm_up=1, between=between)
+    Warmed(plan, "a").run()
+    assert warmed == asked
+    warmed.clear()
+    Warmed(sweep(tmp_path / "y.jsonl", points, warm_up=0, round_warm_up=0), "a").run()
+    assert warmed == [(0, 0)] * 6
 
 
 def test_the_seed_fixes_sizes_and_order_whatever_the_texts() -> None:
