@@ -84,13 +84,16 @@ class Arena:
         return self.topk.shape[1]
 
     def load(self, batch: Any, metadata: Any, indexer_metadata: Any, bucket: int) -> None:
-        """Take over a step's metadata; `bucket` rows will run.
+        """Take over a step's metadata; `bucket` rows will run, the first ones the step's.
+
+        metadata.dsa_cache_seqlens_int32 int32 [the step's rows, or more].
 
         Where no request has more keys than a row may select, every row selects all of its keys, in every layer
         alike: that selection is made here, once, and the breaks have nothing to do.
         """
         lengths = metadata.dsa_cache_seqlens_int32
-        rows = int(batch.extend_num_tokens)
+        # UPSTREAM: prepare_mlp_sync_batch makes extend_num_tokens the bucket's and pads lengths with zeros.
+        rows = sum(batch.extend_seq_lens_cpu)
         self.batch, self.rows = batch, rows
         self.lengths[:rows].copy_(lengths[:rows])
         if rows < bucket:

@@ -30,12 +30,17 @@ class Selection:
         return torch.where(columns < lengths, columns + 64, -1).int()
 
 
-def step(tokens: int, prefix: int = 0) -> tuple[Any, Any]:
-    """A batch of one request and its metadata."""
+def step(tokens: int, prefix: int = 0, padded_to: int = 0) -> tuple[Any, Any]:
+    """A batch of one request and its metadata; `padded_to`: as SGLang pads a step that it syncs over ranks."""
     total = prefix + tokens
     lengths = torch.arange(prefix + 1, total + 1).clamp(max=TOPK).int()
-    batch = SimpleNamespace(extend_num_tokens=tokens, seq_lens_cpu=torch.tensor([total]))
-    return batch, SimpleNamespace(dsa_cache_seqlens_int32=lengths)
+    padding = torch.zeros(max(padded_to - tokens, 0), dtype=torch.int32)
+    batch = SimpleNamespace(
+        extend_num_tokens=padded_to or tokens,
+        extend_seq_lens_cpu=[tokens],
+        seq_lens_cpu=torch.tensor([total]),
+    )
+    return batch, SimpleNamespace(dsa_cache_seqlens_int32=torch.cat((lengths, padding)))
 
 
 def test_addresses_never_change() -> None:
@@ -74,6 +79,15 @@ def test_padding_rows_count_one_index_and_it_is_a_slot() -> None:
         assert (held.topk[:, 0] >= 0).all(), (
             "every row's first index is a slot of the pool, from the start on"
         )
+
+
+@pytest.mark.parametrize("prefix", [0, 20])
+def test_a_step_that_sglang_padded_to_its_bucket_has_its_own_rows(prefix: int) -> None:
+    held, selection = arena(), Selection()
+    held.lengths.fill_(7)
+    held.load(*step(5, prefix, padded_to=16), selection, 16)
+    assert held.rows == 5
+    assert held.lengths.tolist() == [min(prefix + row, TOPK) for row in range(1, 6)] + [1] * 11
 
 
 def test_memory_is_what_the_buffers_hold() -> None:

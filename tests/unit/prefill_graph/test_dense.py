@@ -203,7 +203,6 @@ def test_a_dense_step_makes_no_metadata_and_replays_its_own_graph(
         made.backend.get_indexer_metadata = lambda layer, batch: SimpleNamespace(
             topk_transform=lambda scores, topk: torch.zeros(len(scores), topk, dtype=torch.int32)
         )
-        of.extend_num_tokens = sum(of.extend_seq_lens_cpu)
         of.seq_lens_cpu = torch.tensor(
             [a + b for a, b in zip(of.extend_seq_lens_cpu, of.extend_prefix_lens_cpu, strict=True)]
         )

@@ -106,7 +106,6 @@ def load(scene: Any, tokens: int, prefix: int = 0, bucket: int = 16) -> None:
     total = prefix + tokens
     lengths = torch.arange(prefix + 1, total + 1).clamp(max=TOPK).int()
     batch = SimpleNamespace(
-        extend_num_tokens=tokens,
         seq_lens_cpu=torch.tensor([total]),
         forward_mode=Mode(),
         batch_size=1,
@@ -217,7 +216,7 @@ def test_capture_makes_kernels_read_the_arenas_lengths(scene: Any) -> None:
     fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(DSAMetadata)}
     lengths = torch.arange(1, 9).int()
     scene.backend.forward_metadata = DSAMetadata(**(fields | {"dsa_cache_seqlens_int32": lengths}))
-    batch = SimpleNamespace(extend_num_tokens=8, seq_lens_cpu=torch.tensor([8]))
+    batch = SimpleNamespace(extend_seq_lens_cpu=[8], seq_lens_cpu=torch.tensor([8]))
     runner = SimpleNamespace(
         prefill_backend_name="breakable", model_runner=SimpleNamespace(attn_backend=scene.backend)
     )
