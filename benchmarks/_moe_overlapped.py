@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 VARIANTS = (
     "side_sms=16",
-    "side_sms=12,shares=2:1",
-    "side_sms=16,order=peers_early,shares=2:1",
+    "side_sms=16,early_finish=1",
+    "side_sms=20,early_finish=1",
     "side_sms=0,shares=1,order=own_first,combine=copy_engine",
 )
 
@@ -147,6 +147,7 @@ def overlapped(
     # The same on every rank, whatever its rows are: each part is timed by all of them at once.
     joined = {"dispatch": (Kind.ANNOUNCE, Kind.PULL), "gemms": (Kind.GEMM1, Kind.GEMM2)}
     apart = set(Kind) - {kind for kinds in joined.values() for kind in kinds}
+    apart -= set() if transport.pushes else {Kind.PUSH}
     parts = {kind.value: part(kind) for kind in Kind if kind in apart}
     parts |= {name: part(*kinds) for name, kinds in joined.items()}
     facts = {
