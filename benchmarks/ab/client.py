@@ -96,7 +96,7 @@ class Client:
 
 class _Reading:
     """Takes the events of one stream and fills in its sample. Several tokens in one event share the time since the
-    last.
+    last; those that end an answer without text have the event that ends it.
     """
 
     def __init__(self, sample: Sample, wanted: int | None) -> None:
@@ -106,7 +106,9 @@ class _Reading:
         self.pieces: list[str] = []
         self.usage: dict[str, Any] = {}
         self.last = 0.0
+        self.ended = 0.0  # when the choice ended
         self.tokens = 0
+        self.counted = False  # events with tokens say how many there are so far
         self.done = False
 
     def take(self, data: bytes) -> None:
@@ -125,21 +127,22 @@ class _Reading:
             thought += delta.get("reasoning_content") or ""
             # UPSTREAM: SGLang ends a request that was aborted without an error as it ends any other.
             self.aborted |= choice.get("finish_reason") == "abort"
+            self.ended = time.perf_counter() if choice.get("finish_reason") else self.ended
         tokens = self.tokens
         if usage := event.get("usage"):
             # The endpoint's count, which sees tokens without text too.
             self.usage = usage
+            self.counted |= bool(choices)
             tokens = int(usage.get("completion_tokens") or 0)
         elif piece or thought:
             tokens += 1
         if choices and tokens > self.tokens:
-            self._arrived(tokens - self.tokens)
-            self.tokens = tokens
+            self._arrived(tokens - self.tokens, time.perf_counter())
         if piece:
             self.pieces.append(piece)
 
-    def _arrived(self, new: int) -> None:
-        now = time.perf_counter()
+    def _arrived(self, new: int, now: float) -> None:
+        self.tokens += new
         if not self.last:
             self.sample.ttft = now - self.sample.sent
             self.sample.itls += [0.0] * (new - 1)
@@ -150,6 +153,11 @@ class _Reading:
     def finish(self) -> None:
         """What is known only at the end."""
         sample, usage = self.sample, self.usage
+        # UPSTREAM: SGLang sends no event for tokens without text (special ones, say). Where an answer ends in them, their
+        # number is known from the usage after it alone, and the event that ends the choice is the last one's time.
+        silent = int(usage.get("completion_tokens") or 0) - self.tokens
+        if self.ended and silent > 0 and (self.counted or silent == 1):
+            self._arrived(silent, self.ended)
         sample.text = "".join(self.pieces)
         sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         sample.output_tokens = int(usage.get("completion_tokens") or self.tokens)

@@ -92,6 +92,28 @@ async def test_several_tokens_in_one_event_share_its_gap() -> None:
     assert sample.output_tokens == 3
 
 
+END = data(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
+
+
+async def test_tokens_without_text_at_the_end_have_their_gaps() -> None:
+    """As SGLang streams an answer that ends in special tokens: no event for them, then the end, then the usage."""
+    sample = await ask([delta("a", 1), 0.06, END, 0.1, USAGE, DONE])
+    assert (sample.error, sample.output_tokens) == ("", 3)
+    assert len(sample.itls) == 2
+    assert 0.025 <= sample.itls[0] == sample.itls[1]
+    assert sample.ttft + sum(sample.itls) <= sample.e2e
+    only = chat([{"role": "user", "content": "x"}], 1, "t", 1)
+    one = data(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 1})
+    sample = await ask([data(choices=[{"delta": {"role": "assistant"}}]), 0.05, END, one, DONE], turn=only)
+    assert (sample.error, sample.itls) == ("", [])
+    assert 0.05 <= sample.ttft <= sample.e2e
+
+
+async def test_where_events_are_not_counted_nobody_knows_when_the_rest_came() -> None:
+    sample = await ask([delta("a"), 0.06, END, USAGE, DONE])
+    assert (sample.error, sample.output_tokens, sample.itls) == ("", 3, [])
+
+
 async def test_completions_stream_text() -> None:
     turn = Turn(COMPLETIONS, {"prompt": "x", "max_tokens": 9}, "t", 1)
     sample = await ask([data(choices=[{"text": "q"}]), USAGE, DONE], turn=turn)
