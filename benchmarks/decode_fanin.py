@@ -2,12 +2,14 @@
 and how many streams one decode carries.
 
     python -m benchmarks.decode_fanin --model /models/GLM-5.3-FP8 --flags "--tp 1 …" --prefills 1,2,3 \\
-        --prefill-devices 0,1,2 --decode-devices 3 --prompt-tokens 16k --json
+        --prefill-devices 0,1,2 --decode-devices 3 --between ended --block 3 --prompt-tokens 16k --json
 
 For each number of prefill servers two arms get the same prompts and answer one token: the servers with decode
 behind SGLang's router, and as many aggregated servers behind the same router, where nothing is handed over.
-What survives is the ratio of their input tokens per second. Then the streams: short prompts with long answers
-through the pair, ever more at once, until `--itl-limit-ms` is passed.
+What survives is the ratio of their input tokens per second. Both arms want the same GPUs, so that with devices only one
+of them is up at a time. Then the streams: short prompts with long answers through the pair, several waves of as many at
+once as is asked. Some of those wait or are prefilled: how many were decoding on average is counted. Decode carries so
+many where 99 of 100 tokens come within `--itl-limit-ms`, up to the first number for which they do not.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _result
-from benchmarks.ab.comparison import Plan, compare, discipline
+from benchmarks.ab.comparison import Outcome, Plan, compare_cases, discipline
 from benchmarks.ab.endpoints import Spec, SpecError
 from benchmarks.ab.load import Point
-from benchmarks.ab.running import Endpoint, EndpointError, served_on
+from benchmarks.ab.running import Between, Endpoint, EndpointError, served_on
+from benchmarks.ab.starting import Starting
 from benchmarks.ab.summary import ALL, summarise
 from benchmarks.workloads.catalogue import tokens
 from benchmarks.workloads.conversations import LongContext
@@ -73,14 +76,34 @@ def direct(model: str, flags: str, devices: Sequence[str]) -> Spec:
     return Spec(DIRECT, processes=processes, flush=flush, ready={"router": "/readiness"})
 
 
-def carried(streams: Sequence[dict[str, Any]], limit_ms: float) -> int | None:
-    """The most streams whose median ITL is within the limit and none of which failed; None when no number is."""
-    good = [
-        int(s["streams"])
-        for s in streams
-        if not s["errors"] and s["itl_ms"]["median"] and s["itl_ms"]["median"]["value"] <= limit_ms
-    ]
-    return max(good, default=None)
+def decoding(records: Sequence[dict[str, Any]]) -> float:
+    """Mean number of streams between their first token and their last, over the time of all rounds: what all of them
+    spent there, a second of the rounds (Little's law).
+    """
+    spent = sum(gap for record in records for gaps in record["itls"] for gap in gaps)
+    return float(spent / sum(record["duration"] for record in records))
+
+
+def carried(streams: Sequence[dict[str, Any]], limit_ms: float) -> dict[str, Any] | None:
+    """Of numbers of streams the row of the largest up to which all had a p99 of ITL within the limit, and no stream
+    failed; None when the smallest has not. A larger one that was lucky does not count.
+    """
+    best = None
+    for row in sorted(streams, key=lambda one: int(one["streams"])):
+        p99 = row["itl_ms"]["p99"]
+        if row["errors"] or p99 is None or p99["value"] > limit_ms:
+            break
+        best = row
+    return best
+
+
+def carried_words(streams: Sequence[dict[str, Any]], limit_ms: float) -> str:
+    """How many streams one decode carries, in words."""
+    best, tried = carried(streams, limit_ms), max(int(row["streams"]) for row in streams)
+    said = f"Streams that one decode carries with 99 of 100 tokens within {limit_ms:g} ms: "
+    if best is None:
+        return f"{said}fewer than the {min(int(row['streams']) for row in streams)} that were tried at least."
+    return f"{said}{best['streams']} at once, {best['decoding']:.1f} of them decoding on average (at most {tried} tried)."
 
 
 def survivors(arms: Sequence[dict[str, Any]]) -> str:
@@ -101,11 +124,12 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.size: float | None = args.bytes_per_token
+        self.between = between(args)
         self.discipline: dict[str, Any] = {}
         self.device: _result.Device = None
 
     def plan(
-        self, count: int, points: Sequence[Point], work: dict[str, int], output: Path, bytes_per_token: float
+        self, count: int, point: Point, work: dict[str, int], output: Path, bytes_per_token: float
     ) -> Plan:
         """Rounds for so many prefill servers, each of which is warm: the routers hand requests out in turn."""
         args = self.args
@@ -113,35 +137,34 @@ class Bench:
         workload = LongContext(text, args.seed, work["sessions"], (work["prompt"],), work["answer"], "fan_in")
         return Plan(
             workload,
-            points,
+            [point],
             work["rounds"],
             output,
             warm_up=2 * count,
             round_warm_up=0,
-            between=args.between,
+            between=self.between,
             seed=args.seed,
+            block=args.block,
         )
 
     def compare(
-        self,
-        count: int,
-        specs: Sequence[Spec],
-        points: Sequence[Point],
-        work: dict[str, int],
-        output: Path,
-    ) -> list[Any]:
-        """Records of a comparison of endpoints that live as long as it, of so many prefill servers each."""
-        args = self.args
-        endpoints = [Endpoint(spec, args.logs) for spec in specs]
+        self, count: int, specs: Sequence[Spec], works: dict[Point, dict[str, int]], output: Path
+    ) -> Outcome:
+        """Records by point (its words) of endpoints of so many prefill servers each, which live as long as it takes."""
+        endpoints = [Endpoint(spec, self.args.logs) for spec in specs]
 
-        def make(bytes_per_token: float) -> Plan:
-            self.size = bytes_per_token
-            return self.plan(count, points, work, output, bytes_per_token)
+        def maker(point: Point, work: dict[str, int]) -> Callable[[float], Plan]:
+            def make(bytes_per_token: float) -> Plan:
+                self.size = bytes_per_token
+                return self.plan(count, point, work, output, bytes_per_token)
 
-        plan, records = compare(endpoints, self.size, [], make, args.between)
-        self.discipline = discipline(plan, endpoints)
+            return make
+
+        makes = {str(point): maker(point, work) for point, work in works.items()}
+        found = compare_cases(endpoints, self.size, [], makes, Starting(self.between))
+        self.discipline = discipline(next(iter(found.plans.values())), endpoints)
         self.device = served_on(endpoints)
-        return records
+        return found
 
     def specs(self, count: int) -> tuple[Spec, Spec]:
         """Without and with handoff, of so many prefill servers."""
@@ -166,10 +189,9 @@ class Bench:
             "rounds": args.rounds,
         }
         output = args.output.with_suffix(f".{count}.jsonl")
-        records = self.compare(
-            count, self.specs(count), [Point(concurrency=args.concurrency * count)], work, output
-        )
-        (point,) = summarise(records, [DIRECT, PAIR], DIRECT)
+        at = Point(concurrency=args.concurrency * count)
+        found = self.compare(count, self.specs(count), {at: work}, output)
+        (point,) = summarise(found.records[str(at)], [DIRECT, PAIR], DIRECT)
         return {
             "prefills": count,
             "direct_tokens_per_s": point["endpoints"][DIRECT]["input_tokens_per_s"],
@@ -179,30 +201,42 @@ class Bench:
         }
 
     def streams(self, count: int) -> list[dict[str, Any]]:
-        """ITL by the number of streams that decode carries."""
+        """ITL by the number of streams that are asked at once, and how many of them were decoding."""
         args = self.args
-        work = {
-            "sessions": max(args.streams),
-            "prompt": args.stream_prompt_tokens,
-            "answer": args.stream_answer_tokens,
-            "rounds": args.stream_rounds,
+        works = {
+            Point(concurrency=number): {
+                "sessions": args.stream_waves * number,
+                "prompt": args.stream_prompt_tokens,
+                "answer": args.stream_answer_tokens,
+                "rounds": args.stream_rounds,
+            }
+            for number in args.streams
         }
-        points = [Point(concurrency=number) for number in args.streams]
-        records = self.compare(
-            count, self.specs(count)[1:], points, work, args.output.with_suffix(".streams.jsonl")
-        )
-        found = []
-        for number, point in zip(args.streams, summarise(records, [PAIR], PAIR), strict=True):
-            one = point["endpoints"][PAIR]
-            found.append(
+        output = args.output.with_suffix(".streams.jsonl")
+        found = self.compare(count, self.specs(count)[1:], works, output)
+        rows = []
+        for number, records in zip(args.streams, found.records.values(), strict=True):
+            one = summarise(records, [PAIR], PAIR)[0]["endpoints"][PAIR]
+            rows.append(
                 {
                     "streams": number,
+                    "decoding": round(decoding(records), 2),
+                    "requests": one["requests"],
                     "itl_ms": one["by_label"][ALL]["itl_ms"],
                     "output_tokens_per_s": one["output_tokens_per_s"]["value"],
                     "errors": one["errors"],
                 }
             )
-        return found
+        return rows
+
+
+def between(args: argparse.Namespace) -> Between:
+    """What an arm does while the other one is measured. Where devices are named both arms want the same ones, and a
+    stopped server keeps its memory: there it ends, unless `--between` says otherwise.
+    """
+    named = args.prefill_devices or args.decode_devices
+    chosen: Between = args.between or ("ended" if named else "paused")
+    return chosen
 
 
 def parser() -> argparse.ArgumentParser:
@@ -226,14 +260,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sessions", type=int, default=4, help="requests a round and prefill server (4)")
     p.add_argument("--concurrency", type=int, default=2, help="requests at once a prefill server (2)")
     p.add_argument("--rounds", type=int, default=6)
-    p.add_argument("--streams", type=_integers, default=[1, 4, 16], help="streams of decode (1,4,16)")
+    p.add_argument("--streams", type=_integers, default=[1, 4, 16], help="streams at once (1,4,16)")
     p.add_argument("--stream-prompt-tokens", type=tokens, default=256)
-    p.add_argument("--stream-answer-tokens", type=tokens, default=64)
-    p.add_argument("--stream-rounds", type=int, default=2)
+    p.add_argument("--stream-answer-tokens", type=tokens, default=256)
     p.add_argument(
-        "--itl-limit-ms", type=float, default=100.0, help="what a stream may wait for a token (100)"
+        "--stream-waves", type=int, default=3, help="requests a round, for each that is asked at once (3)"
     )
-    p.add_argument("--between", choices=("paused", "running", "ended"), default="paused")
+    p.add_argument("--stream-rounds", type=int, default=2)
+    p.add_argument("--itl-limit-ms", type=float, default=100.0, help="what 99 of 100 tokens may take (100)")
+    p.add_argument(
+        "--between",
+        choices=("paused", "running", "ended"),
+        help="what an arm does while the other is measured (ended with devices, paused without)",
+    )
+    p.add_argument(
+        "--block", type=int, default=1, help="rounds in a row at an arm; saves starts of ended ones (1)"
+    )
     p.add_argument("--bytes-per-token", type=float)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--logs", type=Path)
@@ -269,20 +311,17 @@ def main() -> int:
         print(f"\nstopped; the same command goes on from {args.output.with_suffix('')}.*", file=sys.stderr)
         return 130
     most = carried(streams, args.itl_limit_ms)
-    kept = survivors(arms)
-    streams_said = (
-        "fewer than any number tried" if most is None else f"{most} (of at most {max(args.streams)} tried)"
-    )
     answer = (
-        f"Share of the prefill rate that survives the handoff, by prefill servers: {kept}. Streams that one decode "
-        f"carries within {args.itl_limit_ms:g} ms a token: {streams_said}."
+        f"Share of the prefill rate that survives the handoff, by prefill servers: {survivors(arms)}. "
+        + carried_words(streams, args.itl_limit_ms)
     )
     print(answer, file=sys.stderr)
     absent = [f"decode_fanin: {n} prefill servers" for n in (1, 2, 3, 4) if n not in args.prefills]
     result = {
         "arms": arms,
         "streams": streams,
-        "carried": most,
+        "carried": most and most["streams"],
+        "carried_decoding": most and most["decoding"],
         "itl_limit_ms": args.itl_limit_ms,
         "answer": answer,
         "discipline": bench.discipline,

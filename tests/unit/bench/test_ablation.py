@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -416,7 +417,7 @@ def test_every_server_of_a_fan_in_is_warm_before_the_first_round(
     bench = decode_fanin.Bench(args)
     work = {"sessions": sessions * count, "prompt": 64, "answer": 1, "rounds": 1}
     point = Point(concurrency=args.concurrency * count)
-    plan = bench.plan(count, [point], work, tmp_path / "x.jsonl", 4.0)
+    plan = bench.plan(count, point, work, tmp_path / "x.jsonl", 4.0)
     for spec in bench.specs(count):
         assert "round_robin" in spec.processes["router"]
         asked: list[int] = []
@@ -457,11 +458,90 @@ def test_the_routers_know_their_flags() -> None:
         assert "round_robin" in (found.prefill_policy, found.policy)
 
 
-def test_streams_carried_are_the_most_within_the_limit_without_errors() -> None:
-    def row(streams: int, ms: float, errors: int = 0) -> dict[str, Any]:
-        return {"streams": streams, "itl_ms": {"median": {"value": ms}}, "errors": errors}
+def streams_row(streams: int, p99: float, errors: int = 0, median: float = 1.0) -> dict[str, Any]:
+    itl = {"median": {"value": median}, "p99": {"value": p99}}
+    return {"streams": streams, "decoding": streams / 2, "itl_ms": itl, "errors": errors}
 
-    rows = [row(1, 5.0), row(4, 20.0), row(16, 90.0), row(32, 80.0, errors=1), row(64, 300.0)]
-    assert decode_fanin.carried(rows, 100.0) == 16
-    assert decode_fanin.carried(rows, 10.0) == 1
-    assert decode_fanin.carried(rows, 1.0) is None
+
+@pytest.mark.parametrize(
+    ("rows", "limit_ms", "streams"),
+    [
+        ([streams_row(1, 5.0), streams_row(4, 20.0), streams_row(16, 100.0)], 100.0, 16),
+        ([streams_row(16, 90.0), streams_row(1, 5.0), streams_row(4, 20.0)], 19.0, 1),  # in any order
+        # A median within the limit is not enough, nor is a larger number that passes behind one that does not.
+        ([streams_row(1, 30.0), streams_row(4, 241.0, median=78.0)], 100.0, 1),
+        ([streams_row(1, 30.0), streams_row(4, 50.0, errors=7), streams_row(16, 90.0)], 100.0, 1),
+        ([streams_row(1, 300.0), streams_row(4, 50.0)], 100.0, None),
+        ([{**streams_row(1, 1.0), "itl_ms": {"median": None, "p99": None}}], 100.0, None),
+    ],
+)
+def test_decode_carries_the_streams_up_to_the_first_number_that_is_late(
+    rows: list[dict[str, Any]], limit_ms: float, streams: int | None
+) -> None:
+    best = decode_fanin.carried(rows, limit_ms)
+    assert (best and best["streams"]) == streams
+    words = decode_fanin.carried_words(rows, limit_ms)
+    if best is None:
+        assert "fewer than the 1 that" in words
+    else:
+        assert f"{streams} at once, {best['decoding']:.1f} of them decoding on average" in words
+
+
+def test_those_that_decode_are_counted_by_littles_law() -> None:
+    """Two rounds of 10 s; four streams of 5 s between first and last token, whatever they waited before: 20 s of 20 s."""
+
+    def one(wait: float) -> Sample:
+        return Sample("t", 0.0, wait, wait + 5.0, [2.0, 3.0], 10, 0, 3)
+
+    lines = [
+        records.line("p", "fan_in", Point(2), n, 0, "", Round([[one(0.1)], [one(4.0)]], 10.0), {})
+        for n in range(2)
+    ]
+    assert decode_fanin.decoding(lines) == pytest.approx(1.0)
+
+
+def test_every_number_of_streams_has_waves_of_its_own(tmp_path: Path) -> None:
+    """One wave at the largest number was a quarter of a wave, or sixteen, at the others."""
+    args = decode_fanin.parser().parse_args(["--model", "/m", "--bytes-per-token", "4"])
+    args.output, args.streams, args.stream_waves = tmp_path / "x.jsonl", [1, 4, 16], 3
+    bench = decode_fanin.Bench(args)
+    asked: dict[Point, dict[str, int]] = {}
+
+    def compare(count: int, specs: Any, works: dict[Point, dict[str, int]], output: Path) -> Any:
+        asked.update(works)
+        sample = Sample("t", 0.0, 0.1, 0.3, [0.1, 0.1], 10, 0, 3)
+        lines = {}
+        for point, work in works.items():
+            plan = bench.plan(count, point, work, output, 4.0)
+            load = plan.workload.round(0)
+            lines[str(point)] = [
+                records.line(
+                    decode_fanin.PAIR,
+                    "fan_in",
+                    point,
+                    0,
+                    0,
+                    "",
+                    Round([[sample]] * len(load.sessions), 1.0),
+                    {},
+                )
+            ]
+        return Outcome({}, lines)
+
+    bench.compare = compare  # type: ignore[method-assign]
+    rows = bench.streams(1)
+    assert {point.concurrency: work["sessions"] for point, work in asked.items()} == {1: 3, 4: 12, 16: 48}
+    assert [(row["streams"], row["requests"]) for row in rows] == [(1, 3), (4, 12), (16, 48)]
+    assert [row["decoding"] for row in rows] == pytest.approx([0.6, 2.4, 9.6])
+
+
+def test_arms_that_want_the_same_devices_are_not_up_together() -> None:
+    def chosen(*words: str) -> str:
+        return decode_fanin.between(decode_fanin.parser().parse_args(["--model", "/m", *words]))
+
+    assert chosen() == "paused"
+    assert chosen("--prefill-devices", "0,1") == chosen("--decode-devices", "3") == "ended"
+    assert chosen("--prefill-devices", "0,1", "--between", "running") == "running"
+    example = str(decode_fanin.__doc__).partition("python -m benchmarks.decode_fanin")[2].partition("\n\n")[0]
+    args = decode_fanin.parser().parse_args(shlex.split(example.replace("\\\n", " ")))
+    assert (args.prefill_devices, decode_fanin.between(args), args.block) == ("0,1,2", "ended", 3)
