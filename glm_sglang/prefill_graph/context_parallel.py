@@ -36,6 +36,7 @@ ARCHITECTURE = "GlmMoeDsaForCausalLM"
 # What sparse attention's break takes beside q, k, v and its output; given anything else it keeps all that it is given.
 SELECTION = "topk_indices"
 KNOWN_INPUTS = frozenset({"q_rope", "k_rope", SELECTION})
+KNOWN_DISPATCH = ("none", "megamoe")  # all-to-all backends whose dispatch is no break
 
 
 def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
@@ -43,20 +44,28 @@ def supports(original: Callable[[Any], bool], server_args: Any) -> bool:
 
     Only where graphs are required: on several GPUs this was never measured.
     """
-    if original(server_args):
-        return True
-    if not options.current().strict:
-        return False
+    return original(server_args) or (options.current().strict and not why_not(server_args))
+
+
+def why_not(server_args: Any) -> str:
+    """Why GLM-5.x is not captured under interleaved CP with these arguments, with what to change; "" where it is."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view, resolving_view
 
     config = resolving_view(server_args)
-    # No speculation: the draft combines local rows with every rank's hidden states.
-    return (
-        config.dp_size == 1
-        and config.speculative_algorithm is None
-        and resolved_view(server_args).attn_cp_size > 1
-        and ARCHITECTURE in model_config_of(server_args).hf_config.architectures
+    names = model_config_of(server_args).hf_config.architectures
+    reasons = (
+        (ARCHITECTURE not in names, f"under context parallelism {ARCHITECTURE} is captured, this is {names}"),
+        (
+            config.speculative_algorithm is not None,
+            f"a draft takes every CP rank's rows; leave out --speculative-algorithm {config.speculative_algorithm}",
+        ),
+        (
+            config.dp_size != 1,
+            f"under context parallelism one replica is captured, not --dp-size {config.dp_size}",
+        ),
+        (resolved_view(server_args).attn_cp_size <= 1, "--attn-cp-size is 1"),
     )
+    return next((text for holds, text in reasons if holds), "")
 
 
 def prepare(
@@ -112,13 +121,15 @@ def _nothing_kept() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if is_symmetric_memory_enabled() else lifetime.rewritten()
 
 
-def keeps_nothing(config: Any) -> bool:
-    """Whether all breaks of a server under context parallelism are known, from SGLang's arguments; for the planner."""
-    return (
-        not config.enable_symm_mem
-        and config.moe_a2a_backend in ("none", "megamoe")  # the others' dispatch is a break
-        and "trtllm" not in (config.dsa_prefill_backend, config.dsa_decode_backend)
-    )
+def why_keeping(config: Any) -> str:
+    """Why breaks may own what they are given under CP, from SGLang's arguments; "" where all of them are known."""
+    if config.enable_symm_mem:
+        return "--enable-symm-mem"
+    if config.moe_a2a_backend not in KNOWN_DISPATCH:
+        return f"the dispatch of --moe-a2a-backend {config.moe_a2a_backend} is a break"
+    if "trtllm" in (config.dsa_prefill_backend, config.dsa_decode_backend):
+        return "--dsa-prefill-backend or --dsa-decode-backend trtllm"
+    return ""
 
 
 def prepare_qkv(

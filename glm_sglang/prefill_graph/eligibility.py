@@ -1,4 +1,4 @@
-"""May attention and indexer be captured here? Decided once a runner, from plain values."""
+"""May attention and indexer be captured here? Decided once a runner, from plain values; foreseen by the planner."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def why_not(facts: Facts) -> str:
         (facts.dp_size > 1, "DP attention pads each rank by what the others hold"),
         (facts.dcp_size > 1, "decode context parallelism gathers keys between ranks"),
         (
-            facts.impl != "flashmla_sparse",
-            f"--dsa-prefill-backend {facts.impl} is not captured, flashmla_sparse is",
-        ),
-        (
             facts.ragged,
             "an FP8 KV pool is dequantised by live lengths; --kv-cache-dtype bfloat16 is captured",
+        ),
+        (
+            facts.impl != "flashmla_sparse",
+            f"--dsa-prefill-backend {facts.impl} is not captured, flashmla_sparse is",
         ),
         (not facts.fused, "the top-k kernel does not write slots (SGLANG_DSA_FUSE_TOPK=0)"),
         (facts.topk != "sgl-kernel", f"--dsa-topk-backend {facts.topk} is not captured, sgl-kernel is"),
@@ -88,6 +88,39 @@ def facts(runner: Any, backend: Any) -> Facts:
         sharded_kv=backend._kv_shard_pool is not None or hasattr(backend.token_to_kv_pool, "_is_layer_owned"),
         unified=bool(get_memory().enable_unified_memory),
         hisparse=backend.hisparse_coordinator is not None,
+    )
+
+
+def foreseen(config: Any, model: Any, *, cp_size: int, capability: int | None) -> Facts:
+    """What the target model's runner will be, from SGLang's arguments, also before SGLang has chosen what was left out.
+
+    `config` SGLang's arguments as far as they are resolved, `model` the checkpoint's hf_config, `capability` the GPU's
+    major compute capability (None: unknown). What is not known counts as what is not captured.
+    UPSTREAM: arg_groups.overrides._dsa_kv_cache_dtype_default, ._dsa_split_backend_resolution.
+    """
+    from sglang.srt.environ import envs
+
+    dtype = config.kv_cache_dtype
+    if dtype == "auto" and capability is not None:
+        dtype = "fp8_e4m3" if capability >= 10 else "bfloat16"
+    plain = dtype in ("bfloat16", "bf16")
+    chosen = (config.attention_backend, config.prefill_attention_backend, config.decode_attention_backend)
+    other = next((name for name in chosen if name not in (None, "dsa", "nsa")), None)
+    return Facts(
+        backend=other or "DeepseekSparseAttnBackend",
+        impl=config.dsa_prefill_backend or "flashmla_sparse",  # UPSTREAM: BF16's default
+        ragged=not plain,
+        fused=bool(envs.SGLANG_DSA_FUSE_TOPK.get()),
+        topk=config.dsa_topk_backend,
+        fusion=not envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get()
+        and getattr(model, "indexer_rope_interleave", False),
+        kpool=int(getattr(model, "index_kpool", 1)),
+        cp_size=cp_size,
+        dcp_size=int(config.dcp_size or 1),
+        dp_size=int(config.attn_dp_size or 1),
+        sharded_kv=bool(config.enable_kv_cache_sharding or config.enable_dsa_cache_layer_split),
+        unified=bool(config.enable_unified_memory),
+        hisparse=bool(config.enable_hisparse),
     )
 
 

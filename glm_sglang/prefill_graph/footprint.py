@@ -76,13 +76,15 @@ def row_bytes(sizes: Sizes, *, cp_size: int = 1, gathered: bool = False) -> int:
 
 
 def kept_row_bytes(sizes: Sizes, cp_size: int) -> int:
-    """Bytes that one layer's breaks keep for one local row of one bucket, under context parallelism, if they keep any.
+    """Bytes that one layer's breaks keep for one local row of one bucket, if they keep any.
 
-    Attention's break reads queries and writes as many results; the indexer's reads its input and the compressed
-    queries and writes slots; the gather takes this rank's KV and gives every rank's.
+    Attention's break reads queries and writes as many results; without context parallelism it makes their absorbed form
+    as well. The indexer's reads its input and the compressed queries and writes slots; the gather takes this rank's KV
+    and gives every rank's. UPSTREAM: DeepseekV2AttentionMLA._eager_bmm_attention, RadixAttention._eager_attention.
     """
     latent = sizes.rank + sizes.rope
-    attention = sizes.heads * (latent + sizes.rank) * _BF16
+    queries = latent if cp_size > 1 else sizes.head_dim + sizes.rank
+    attention = sizes.heads * (queries + sizes.rank) * _BF16
     indexer = (sizes.hidden + sizes.q_rank) * _BF16 + sizes.selected * _INT32
     return int(KEEPING * (attention + indexer + (1 + cp_size) * latent * _BF16))
 

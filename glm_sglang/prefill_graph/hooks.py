@@ -218,7 +218,12 @@ REGISTRATIONS: tuple[Registration, ...] = (
         function=f"{_ROOM}.resolution:register",
         verify=f"{_ROOM}.resolution:registered",
         why="buckets up to the chunk instead of SGLang's 8,192 tokens",
-        also=("sglang.srt.arg_groups.memory_hook.handle_gpu_memory_settings",),
+        also=(
+            "sglang.srt.arg_groups.memory_hook.handle_gpu_memory_settings",
+            "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
+            "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution",
+            f"{_MLA}._eager_bmm_attention",
+        ),
         platform="cuda",
     ),
 )

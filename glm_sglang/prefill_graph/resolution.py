@@ -1,7 +1,8 @@
 """Where SGLang resolves its arguments: the planned buckets go in, and a strict server without graphs is refused.
 
 Through SGLang's own resolution hooks: `handle_gpu_memory_settings`, which would stop at 8,192 tokens for MLA models,
-and `handle_other_validations`, behind everything that may still turn prefill graphs off.
+and `handle_other_validations`, behind everything that may still turn prefill graphs off, and behind the choice of KV
+dtype and attention, on which it depends what graphs hold.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from glm_sglang.errors import UsageError
-from glm_sglang.prefill_graph import buckets, context_parallel, footprint, options
+from glm_sglang.prefill_graph import buckets, context_parallel, eligibility, footprint, options
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ def set_buckets(server_args: Any, previous: Step) -> None:
 
 
 def _declare(server_args: Any) -> None:
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-    from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Phase
 
     config = resolving_view(server_args)
     locked: set[tuple[str, str]] = getattr(server_args, "_cuda_graph_config_locked", set())
@@ -40,25 +41,26 @@ def _declare(server_args: Any) -> None:
     if wanted is None:
         if config.chunked_prefill_size is None:
             return  # SGLang chooses it first
-        largest = buckets.chunk(
-            config.chunked_prefill_size, config.max_prefill_tokens, [config.max_total_tokens]
-        )
-        planned = buckets.plan(largest, cp_size=cp_size(config), memory=_memory(server_args, config))
-        if planned.covers < planned.wanted:
-            logger.warning(
-                "prefill graph: steps of more than %d tokens run eagerly: their graphs would take more than %.1f GiB, an "
-                "eighth of the GPU; --glm-prefill-graph-buckets captures them all the same",
-                planned.covers,
-                planned.limit / 2**30,
-            )
-        wanted = planned.buckets
+        # Where memory suffices for none, `settle` turns graphs off: SGLang takes no empty list.
+        wanted = _plan(server_args, config).buckets or (buckets.unit(cp_size(config)),)
+        server_args._glm_planned = True
+    _change(server_args, config, bs=list(wanted), max_bs=max(wanted))
+
+
+def _change(server_args: Any, config: Any, **fields: Any) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
+
     declare_resolution(
         server_args,
         "glm_sglang.prefill_graph",
-        cuda_graph_config=with_phase(
-            config.cuda_graph_config, Phase.PREFILL, bs=list(wanted), max_bs=max(wanted)
-        ),
+        cuda_graph_config=with_phase(config.cuda_graph_config, Phase.PREFILL, **fields),
     )
+
+
+def _plan(server_args: Any, config: Any, memory: buckets.Memory | None = None) -> buckets.Plan:
+    largest = buckets.chunk(config.chunked_prefill_size, config.max_prefill_tokens, [config.max_total_tokens])
+    return buckets.plan(largest, cp_size=cp_size(config), memory=memory or _memory(server_args, config))
 
 
 def _memory(server_args: Any, config: Any) -> buckets.Memory:
@@ -75,15 +77,36 @@ def _memory(server_args: Any, config: Any) -> buckets.Memory:
     mebibytes = get_device_memory_capacity(config.device)
     gpu_bytes = int((mebibytes or 0) * 2**20)
     sharing = cp_size(config)
-    alone = sharing == 1
     return footprint.memory(
         sizes,
         gpu_bytes,
         cp_size=sharing,
         # UPSTREAM: without an all-to-all experts get every rank's rows (attn_cp_interleave_gather).
-        gathered=not alone and config.moe_a2a_backend == "none",
-        keeping=0 if alone or context_parallel.keeps_nothing(config) else model.num_hidden_layers,
+        gathered=sharing > 1 and config.moe_a2a_backend == "none",
+        keeping=_keeping(config, model),
     )
+
+
+def _keeping(config: Any, model: Any) -> int:
+    """Layers whose breaks own what they read and write: the target's unless it is known better, and the draft's."""
+    draft = max(1, int(getattr(model, "num_nextn_predict_layers", 0) or 0))
+    draft = draft if config.speculative_algorithm else 0
+    return draft + (int(model.num_hidden_layers) if _why_keeping(config, model) else 0)
+
+
+def _why_keeping(config: Any, model: Any) -> str:
+    """Why the target's breaks may own what they are given; "" where they are known not to."""
+    if cp_size(config) > 1:
+        return context_parallel.why_keeping(config)
+    if config.moe_a2a_backend not in context_parallel.KNOWN_DISPATCH:
+        return f"the dispatch of --moe-a2a-backend {config.moe_a2a_backend} is a break"
+    return eligibility.why_not(eligibility.foreseen(config, model, cp_size=1, capability=_capability()))
+
+
+def _capability() -> int | None:
+    import torch
+
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
 
 
 def cp_size(config: Any) -> int:
@@ -94,10 +117,10 @@ def cp_size(config: Any) -> int:
     return int(given if given > 1 else config.tp_size)
 
 
-def refuse_without_graphs(server_args: Any, previous: Step) -> None:
-    """Around handle_other_validations: no prefill graphs, though asked for, is said; strict ends the start.
+def settle(server_args: Any, previous: Step) -> None:
+    """Around handle_other_validations, behind whatever else is resolved: the plan, with what is known by now.
 
-    Raises UsageError.
+    No prefill graphs, though asked for, is said; strict ends the start. Raises UsageError.
     """
     previous(server_args)
     if not options.current().ours:
@@ -107,22 +130,60 @@ def refuse_without_graphs(server_args: Any, previous: Step) -> None:
     config = resolving_view(server_args)
     backend = config.cuda_graph_config.prefill.backend
     if backend == "breakable":
+        if getattr(server_args, "_glm_planned", False):
+            _settle_plan(server_args, config)
         return
-    if config.enable_prefill_cp and not options.current().strict:
+    if why := cp_size(config) > 1 and context_parallel.why_not(server_args):
+        _without_graphs(why)
+    elif cp_size(config) > 1 and not options.current().strict:
         logger.warning(
             "prefill graph: every step will run eagerly: graphs under context parallelism are built and never measured; "
             "--glm-prefill-graph strict captures them"
         )
+    else:
+        _without_graphs(f"SGLang resolved --cuda-graph-backend-prefill to {backend} (its log says why)")
+
+
+def _settle_plan(server_args: Any, config: Any) -> None:
+    """Plan again: what SGLang has chosen since may make breaks own more, and then larger buckets go."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    planned = _plan(server_args, config)
+    held = config.cuda_graph_config.prefill.bs
+    kept = [bucket for bucket in held if bucket <= planned.covers]
+    everything = _plan(server_args, config, buckets.Memory()).buckets
+    server_args._glm_left_out = sum(bucket > max(kept, default=0) for bucket in everything)
+    why = _why_keeping(config, model_config_of(server_args).hf_config)
+    owning = f"; a layer's breaks own what they read, for {why}" if why else ""
+    gib = planned.limit / 2**30
+    if not kept:
+        _change(server_args, config, backend="disabled")
+        _without_graphs(
+            f"graphs of {min(held)} tokens would take more than {gib:.1f} GiB, an eighth of the GPU{owning}; "
+            "--glm-prefill-graph-buckets captures what it is given all the same"
+        )
         return
-    message = f"SGLang resolved --cuda-graph-backend-prefill to {backend} (its log says why)"
+    if len(kept) < len(held):
+        _change(server_args, config, bs=kept, max_bs=max(kept))
+    if max(kept) < planned.wanted:
+        logger.warning(
+            "prefill graph: steps of more than %d tokens run eagerly: their graphs would take more than %.1f GiB, an "
+            "eighth of the GPU%s; --glm-prefill-graph-buckets captures them all the same",
+            max(kept),
+            gib,
+            owning,
+        )
+
+
+def _without_graphs(why: str) -> None:
     if options.current().strict:
-        raise UsageError(f"--glm-prefill-graph is strict and {message}; give auto, or what the log names")
-    logger.warning("prefill graph: every step will run eagerly: %s", message)
+        raise UsageError(f"--glm-prefill-graph is strict and {why}; change that, or give auto")
+    logger.warning("prefill graph: every step will run eagerly: %s", why)
 
 
 _STEPS: dict[str, Callable[[Any, Step], None]] = {
     "handle_gpu_memory_settings": set_buckets,
-    "handle_other_validations": refuse_without_graphs,
+    "handle_other_validations": settle,
 }
 
 

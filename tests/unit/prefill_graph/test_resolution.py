@@ -25,6 +25,9 @@ GLM = SimpleNamespace(
     q_lora_rank=2048,
     index_topk=2048,
     num_hidden_layers=78,
+    num_nextn_predict_layers=1,
+    indexer_rope_interleave=True,
+    architectures=["GlmMoeDsaForCausalLM"],
 )
 
 
@@ -53,9 +56,26 @@ class Arguments:
                 "dsa_prefill_backend": None,
                 "dsa_decode_backend": None,
                 "device": "cuda",
+                "kv_cache_dtype": "auto",
+                "attention_backend": None,
+                "prefill_attention_backend": None,
+                "decode_attention_backend": None,
+                "dsa_topk_backend": "sgl-kernel",
+                "dcp_size": 1,
+                "dp_size": 1,
+                "enable_kv_cache_sharding": False,
+                "enable_dsa_cache_layer_split": False,
+                "enable_unified_memory": False,
+                "enable_hisparse": False,
+                "speculative_algorithm": None,
                 **fields,
             }
         )
+
+    @property
+    def resolved(self) -> Any:
+        """With what SGLang derives: the CP size."""
+        return SimpleNamespace(**(vars(self.view) | {"attn_cp_size": resolution.cp_size(self.view)}))
 
     @property
     def prefill(self) -> Any:
@@ -76,11 +96,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(overrides, "declare_resolution", declare)
     monkeypatch.setattr(overrides, "resolving_view", lambda arguments: arguments.view)
+    monkeypatch.setattr(overrides, "resolved_view", lambda arguments: arguments.resolved)
     monkeypatch.setattr(overrides, "model_config_of", lambda arguments: SimpleNamespace(hf_config=GLM))
     monkeypatch.setattr(common, "get_device_memory_capacity", lambda device: arguments_memory[0])
 
-    def choose(memory: float | None = H200_MIB, **values: Any) -> None:
+    def choose(memory: float | None = H200_MIB, capability: int | None = 9, **values: Any) -> None:
         arguments_memory[0] = memory
+        monkeypatch.setattr(resolution, "_capability", lambda: capability)
         monkeypatch.setattr(options, "current", lambda: Options(**values))
 
     return choose
@@ -88,6 +110,13 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def nothing(arguments: Any) -> None:
     return
+
+
+def resolve(arguments: Arguments, **later: Any) -> None:
+    """Both steps, as SGLang runs them; in between it chooses `later`."""
+    resolution.set_buckets(arguments, nothing)
+    vars(arguments.view).update(later)
+    resolution.settle(arguments, nothing)
 
 
 def test_buckets_reach_the_chunk(chosen: Any) -> None:
@@ -144,12 +173,12 @@ def test_strict_refuses_to_start_without_graphs(chosen: Any) -> None:
     arguments = Arguments()
     arguments.prefill.backend = "disabled"
     chosen(mode="auto")
-    resolution.refuse_without_graphs(arguments, nothing)
+    resolution.settle(arguments, nothing)
     chosen(mode="strict")
     with pytest.raises(UsageError, match=r"--glm-prefill-graph is strict.*--cuda-graph-backend-prefill"):
-        resolution.refuse_without_graphs(arguments, nothing)
+        resolution.settle(arguments, nothing)
     arguments.prefill.backend = "breakable"
-    resolution.refuse_without_graphs(arguments, nothing)
+    resolution.settle(arguments, nothing)
 
 
 def test_under_context_parallelism_auto_says_that_steps_run_eagerly(
@@ -158,7 +187,7 @@ def test_under_context_parallelism_auto_says_that_steps_run_eagerly(
     chosen(mode="auto")
     arguments = Arguments(enable_prefill_cp=True, tp_size=8)
     arguments.prefill.backend = "disabled"
-    resolution.refuse_without_graphs(arguments, nothing)
+    resolution.settle(arguments, nothing)
     assert "--glm-prefill-graph strict captures them" in caplog.text
 
 
@@ -167,11 +196,11 @@ def test_what_would_take_too_much_memory_runs_eagerly_and_is_said(
 ) -> None:
     chosen(memory=24_000.0, mode="auto")
     arguments = Arguments()
-    resolution.set_buckets(arguments, nothing)
+    resolve(arguments)
     assert 0 < arguments.prefill.max_bs < 16384
     assert f"more than {arguments.prefill.max_bs} tokens run eagerly" in caplog.text
     chosen(memory=None, mode="auto")
-    resolution.set_buckets(arguments, nothing)
+    resolve(arguments)
     assert arguments.prefill.max_bs == 16384
 
 
@@ -201,7 +230,7 @@ def test_under_context_parallelism_buckets_reach_the_chunk(
         enable_prefill_cp=True, tp_size=8, ep_size=8, chunked_prefill_size=32768, moe_a2a_backend=moe
     )
     arguments.view.max_prefill_tokens = 32768
-    resolution.set_buckets(arguments, nothing)
+    resolve(arguments)
     assert arguments.prefill.bs == list(buckets.plan(32768, cp_size=8).buckets)
     assert buckets.local_rows(arguments.prefill.max_bs, 8) == 4096
     assert "run eagerly" not in caplog.text
@@ -216,11 +245,96 @@ def test_where_breaks_may_own_their_inputs_the_plan_counts_what_every_layer_keep
 ) -> None:
     chosen(memory=H200_MIB, mode="strict")
     arguments = Arguments(enable_prefill_cp=True, tp_size=8, ep_size=8, **unknown)
-    resolution.set_buckets(arguments, nothing)
+    resolve(arguments)
     sizes = footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1)
     rows = sum(buckets.local_rows(bucket, 8) for bucket in arguments.prefill.bs)
     assert 0 < rows * 78 * footprint.kept_row_bytes(sizes, 8) < H200_MIB * 2**20 / 8
     assert "run eagerly" in caplog.text
+
+
+# TP8 without context parallelism, on H200s. `later`: what SGLang resolves behind its memory settings.
+OWNING: tuple[tuple[dict[str, Any], dict[str, Any], int | None, str], ...] = (
+    ({"kv_cache_dtype": "fp8_e4m3"}, {"dsa_prefill_backend": "flashmla_kv"}, 9, "--kv-cache-dtype bfloat16"),
+    ({}, {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "trtllm"}, 10, "--kv-cache-dtype bfloat16"),
+    ({}, {}, None, "--kv-cache-dtype bfloat16"),
+    ({"kv_cache_dtype": "bfloat16", "dsa_prefill_backend": "fa3"}, {}, 9, "--dsa-prefill-backend fa3"),
+    ({"attn_dp_size": 8}, {}, 9, "DP attention"),
+    ({"attention_backend": "triton"}, {}, 9, "attention backend is triton"),
+    ({"decode_attention_backend": "trtllm_mla"}, {}, 9, "attention backend is trtllm_mla"),
+    ({"moe_a2a_backend": "deepep"}, {}, 9, "--moe-a2a-backend deepep"),
+    ({"enable_hisparse": True}, {}, 9, "HiSparse"),
+    ({"enable_kv_cache_sharding": True}, {}, 9, "sharded"),
+    ({"dsa_topk_backend": "torch"}, {}, 9, "--dsa-topk-backend torch"),
+)
+
+
+@pytest.mark.parametrize(("given", "later", "capability", "word"), OWNING)
+def test_where_no_arena_will_be_the_plan_counts_what_every_layer_keeps(
+    chosen: Any,
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any],
+    later: dict[str, Any],
+    capability: int | None,
+    word: str,
+) -> None:
+    chosen(memory=H200_MIB, capability=capability, mode="auto")
+    arguments = Arguments(**({"tp_size": 8, "ep_size": 8} | given))
+    resolve(arguments, **later)
+    heads = 8 // arguments.view.attn_dp_size
+    kept = footprint.kept_row_bytes(footprint.Sizes.of(GLM, attention_tp=heads, moe_tp=1), 1)
+    assert 0 < sum(arguments.prefill.bs) * 78 * kept < H200_MIB * 2**20 / 8
+    assert "run eagerly" in caplog.text
+    assert word in caplog.text
+
+
+def test_a_draft_models_breaks_are_counted(chosen: Any) -> None:
+    chosen(mode="auto")
+    alone, draft = Arguments(), Arguments(speculative_algorithm="EAGLE")
+    resolve(alone)
+    resolve(draft)
+    kept = footprint.kept_row_bytes(footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1), 1)
+    assert alone.prefill.max_bs == 16384
+    assert 0 < sum(draft.prefill.bs) * kept < H200_MIB * 2**20 / 8 < sum(alone.prefill.bs) * kept
+
+
+def test_what_sglang_chooses_behind_its_memory_settings_takes_buckets_away(chosen: Any) -> None:
+    chosen(memory=H200_MIB, mode="strict")
+    arguments = Arguments(enable_prefill_cp=True, tp_size=8, ep_size=8)
+    resolution.set_buckets(arguments, nothing)
+    assert arguments.prefill.max_bs == 16384
+    before = list(arguments.prefill.bs)
+    vars(arguments.view).update(dsa_decode_backend="trtllm")
+    resolution.settle(arguments, nothing)
+    assert arguments.prefill.bs == before[: len(arguments.prefill.bs)]
+    assert arguments.prefill.max_bs == max(arguments.prefill.bs) < 16384
+    assert arguments._glm_left_out == len(before) - len(arguments.prefill.bs)
+
+
+def test_a_plan_that_memory_leaves_empty_turns_graphs_off(
+    chosen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen(memory=100.0, mode="auto")
+    arguments = Arguments()
+    resolve(arguments)
+    assert arguments.prefill.backend == "disabled"
+    assert "--glm-prefill-graph-buckets captures" in caplog.text
+    chosen(memory=100.0, mode="strict")
+    with pytest.raises(UsageError, match=r"--glm-prefill-graph is strict.*an eighth of the GPU"):
+        resolve(Arguments())
+
+
+def test_strict_under_context_parallelism_names_the_draft_model(
+    chosen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = Arguments(enable_prefill_cp=True, tp_size=8, speculative_algorithm="EAGLE")
+    arguments.prefill.backend = "disabled"
+    chosen(mode="strict")
+    with pytest.raises(UsageError, match="leave out --speculative-algorithm EAGLE"):
+        resolution.settle(arguments, nothing)
+    chosen(mode="auto")
+    resolution.settle(arguments, nothing)
+    assert "--speculative-algorithm EAGLE" in caplog.text
+    assert "strict captures" not in caplog.text, "for it would not"
 
 
 def test_the_pool_holds_the_selection_and_every_ranks_kv_and_experts_the_rows_they_get() -> None:
