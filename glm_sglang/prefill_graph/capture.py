@@ -1,4 +1,6 @@
-"""Capture, bucket by bucket: a failure names its bucket; ranks keep what all of them captured; what was captured is said.
+"""Capture, bucket by bucket: a failure names its bucket, and alone costs only it; what was captured is said.
+
+Beside other ranks a failure ends the start, with auto as well: docs/decisions.md says why ranks can't agree on it.
 
 Targets       PrefillCudaGraphRunner.capture_one_shape, ._capture_one_stream.
 Why           one bucket that cannot be captured ends SGLang's start, with a message that does not name it.
@@ -81,6 +83,7 @@ def all_buckets(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     held = agreement.agree(sorted(report.breaks), gather)
     if lost := sorted(set(report.breaks) - set(held)):
         logger.warning("prefill graph: buckets %s were not captured by every rank and are left out", lost)
+        report.failed.update(dict.fromkeys(lost, "not captured by every rank"))
     arena = whole.arena_of(runner.model_runner.attn_backend)
     dense = agreement.agree(sorted(arena.dense_buckets) if arena is not None else (), gather)
     if arena is not None:

@@ -136,6 +136,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",
         kind="after",
+        function=f"{_ROOM}.counts:after_capture",
+        why="every series of this room's metrics is there before the first step, and how many buckets there are",
+        remove_when="never",
+        platform="cuda",
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+        kind="after",
         function=f"{_ROOM}.verify:after_capture",
         why="--glm-verify-graphs compares graphs with the eager model before the server is ready",
         remove_when="never",

@@ -10,7 +10,6 @@ Goes when     SGLang says why it did not replay.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from glm_sglang.prefill_graph import options
@@ -46,8 +45,6 @@ WORDS = {
     OTHER: "refused by SGLang",
 }
 
-_counter: Any = None
-
 
 class Verdict(int):
     """SGLang's False with a reason: falsy, equal to False, printed as "False (reason)"."""
@@ -76,22 +73,23 @@ def name_eager_step(result: Any, model_runner: Any, forward_batch: Any, *args: A
         return
     if not forward_batch.forward_mode.is_extend_without_speculative():
         return
+    from glm_sglang.prefill_graph import counts
+
     verdict = find(model_runner.prefill_cuda_graph_runner, forward_batch)
-    count(verdict.reason)
+    counts.eager(verdict.reason)
     result.can_run_graph = verdict
 
 
 def find(runner: Any, batch: Any) -> Verdict:
-    """Why `runner` does not replay `batch`; asks in the order in which PrefillCudaGraphRunner.can_run_graph does."""
+    """Why `runner` does not replay `batch`: what this rank itself has against it, then what other ranks have.
+
+    UPSTREAM: PrefillCudaGraphRunner.can_run_graph, .can_replay_locally. Where counts are synced, also where there is no
+    other rank to vote, the vote is on can_replay_locally of the step as it was before its padding.
+    """
     if runner is None or not hasattr(runner, "capture_num_tokens"):
         return Verdict(DISABLED)
     if not runner.capture_num_tokens:
         return Verdict(NOT_CAPTURED)
-    tokens = len(batch.input_ids)
-    if batch.global_num_tokens_cpu is not None and not batch.can_run_dp_prefill_cuda_graph:
-        return Verdict(RANK_VOTE)
-    if runner._has_inactive_dp_rank(batch):
-        return Verdict(IDLE_RANK)
     if batch.input_embeds is not None or batch.replace_embeds is not None:
         return Verdict(EMBEDDINGS)
     if runner.capture_hidden_mode < batch.capture_hidden_mode:
@@ -100,6 +98,8 @@ def find(runner: Any, batch: Any) -> Verdict:
     limits = [limit for limit in (runner.max_context_size, runner.max_seq_len) if limit is not None]
     if limits and (longest is None or longest > min(limits)):
         return Verdict(CONTEXT, f"{longest} > {min(limits)} tokens")
+    counts = batch.global_num_tokens_cpu
+    tokens = len(batch.input_ids) if counts is None else sum(batch.extend_seq_lens_cpu)
     if tokens > runner.max_num_tokens:
         return Verdict(ABOVE_LARGEST, f"{tokens} > {runner.max_num_tokens} tokens")
     bucket = next((size for size in runner.capture_num_tokens if size >= tokens), None)
@@ -107,26 +107,14 @@ def find(runner: Any, batch: Any) -> Verdict:
         return Verdict(PADDING, f"{tokens} tokens in a bucket of {bucket}")
     if runner.enable_cp_bcg_capture:
         return Verdict(CP_BUCKET if _cp_active(batch) else CP_INACTIVE, f"{tokens} tokens")
-    return Verdict(LORA if runner.enable_lora else OTHER)
+    if runner.enable_lora:
+        return Verdict(LORA)
+    if counts is not None and len(counts) > 1 and not batch.can_run_dp_prefill_cuda_graph:
+        return Verdict(RANK_VOTE)
+    return Verdict(IDLE_RANK if runner._has_inactive_dp_rank(batch) else OTHER)
 
 
 def _cp_active(batch: Any) -> bool:
     from sglang.srt.layers.cp.utils import is_cp_active
 
     return bool(is_cp_active(batch))
-
-
-def count(reason: str) -> None:
-    """Count one step under its reason, where metrics are on."""
-    global _counter
-    if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        return
-    if _counter is None:
-        from prometheus_client import Counter
-
-        _counter = Counter(
-            "glm_sglang:prefill_graph_eager",
-            "Prefill steps that ran without a CUDA graph, by reason",
-            ("reason",),
-        )
-    _counter.labels(reason=reason).inc()

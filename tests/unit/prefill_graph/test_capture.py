@@ -127,9 +127,10 @@ def test_off_leaves_upstreams_failure_as_it_is(mode: Any) -> None:
 def test_a_bucket_that_another_rank_lacks_is_left_out(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("auto")
     monkeypatch.setattr(agreement, "gather_over", lambda group: lambda mine: [mine, [64, 256]])
-    runner = Runner()
+    runner: Any = Runner()
     runner.capture()
     assert runner.capture_num_tokens == [64, 256]
+    assert list(runner.glm_report.failed) == [128]
 
 
 def test_a_dense_graph_that_another_rank_lacks_is_replayed_by_nobody(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glm_sglang.prefill_graph import options, reasons
+from glm_sglang.prefill_graph import counts, options, reasons
 from glm_sglang.prefill_graph.options import Options
 from glm_sglang.prefill_graph.reasons import Verdict
 
@@ -30,6 +30,7 @@ def runner(**changes: Any) -> Any:
 def batch(tokens: int = 1000, **changes: Any) -> Any:
     fields = {
         "input_ids": range(tokens),
+        "extend_seq_lens_cpu": [tokens],
         "global_num_tokens_cpu": None,
         "can_run_dp_prefill_cuda_graph": True,
         "input_embeds": None,
@@ -58,6 +59,11 @@ def batch(tokens: int = 1000, **changes: Any) -> Any:
             batch(global_num_tokens_cpu=[5, 5], can_run_dp_prefill_cuda_graph=False),
             reasons.RANK_VOTE,
         ),
+        (
+            runner(),
+            batch(5000, global_num_tokens_cpu=[5000, 5], can_run_dp_prefill_cuda_graph=False),
+            reasons.ABOVE_LARGEST,
+        ),
         (runner(_has_inactive_dp_rank=lambda b: True), batch(), reasons.IDLE_RANK),
         (runner(enable_lora=True), batch(), reasons.LORA),
         (runner(), batch(), reasons.OTHER),
@@ -65,6 +71,28 @@ def batch(tokens: int = 1000, **changes: Any) -> Any:
 )
 def test_the_reason_is_what_stands_in_the_way(runner_: Any, batch_: Any, expected: str) -> None:
     assert reasons.find(runner_, batch_).reason == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padded_to", "expected"),
+    [
+        (5000, 5000, reasons.ABOVE_LARGEST),
+        (100, 100, reasons.PADDING),
+        (255, 256, reasons.PADDING),  # the vote is on 255 tokens, and 512 are more than twice as many
+        (1000, 1000, reasons.OTHER),
+    ],
+)
+def test_where_one_rank_votes_for_itself_its_own_reason_is_named(
+    tokens: int, padded_to: int, expected: str
+) -> None:
+    """Tensor and expert parallelism with MegaMoE: SGLang syncs counts of one attention-DP rank, and its vote is False."""
+    step = batch(
+        tokens,
+        input_ids=range(padded_to),
+        global_num_tokens_cpu=[padded_to],
+        can_run_dp_prefill_cuda_graph=False,
+    )
+    assert reasons.find(runner(), step).reason == expected
 
 
 @pytest.mark.parametrize(("active", "expected"), [(True, reasons.CP_BUCKET), (False, reasons.CP_INACTIVE)])
@@ -110,20 +138,9 @@ def test_only_eager_prefill_steps_of_the_target_model_are_named_and_counted(
 ) -> None:
     counted: list[str] = []
     monkeypatch.setattr(options, "current", lambda: Options(mode=chosen))
-    monkeypatch.setattr(reasons, "count", counted.append)
+    monkeypatch.setattr(counts, "eager", counted.append)
     result = SimpleNamespace(can_run_graph=replayed)
     model_runner = SimpleNamespace(is_draft_worker=draft, prefill_cuda_graph_runner=runner())
     reasons.name_eager_step(result, model_runner, batch(5000, forward_mode=Mode(extend)))
     assert counted == ([reasons.ABOVE_LARGEST] if named else [])
     assert isinstance(result.can_run_graph, Verdict) is named
-
-
-def test_it_is_a_counter_with_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    import prometheus_client
-
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "set")
-    monkeypatch.setattr(reasons, "_counter", None)
-    reasons.count(reasons.PADDING)
-    reasons.count(reasons.PADDING)
-    name = "glm_sglang:prefill_graph_eager_total"
-    assert prometheus_client.REGISTRY.get_sample_value(name, {"reason": reasons.PADDING}) == 2.0
