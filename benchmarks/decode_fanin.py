@@ -28,7 +28,7 @@ from benchmarks.ab.endpoints import Spec, SpecError
 from benchmarks.ab.load import Point
 from benchmarks.ab.running import Between, Endpoint, EndpointError, served_on
 from benchmarks.ab.starting import Starting
-from benchmarks.ab.summary import ALL, summarise
+from benchmarks.ab.summary import ALL, aligned, speedup, summarise
 from benchmarks.workloads.catalogue import tokens
 from benchmarks.workloads.conversations import LongContext
 from benchmarks.workloads.text import Text
@@ -191,12 +191,14 @@ class Bench:
         output = args.output.with_suffix(f".{count}.jsonl")
         at = Point(concurrency=args.concurrency * count)
         found = self.compare(count, self.specs(count), {at: work}, output)
-        (point,) = summarise(found.records[str(at)], [DIRECT, PAIR], DIRECT)
+        records = found.records[str(at)]
+        (point,) = summarise(records, [DIRECT, PAIR], DIRECT)
+        of = aligned(records, [DIRECT, PAIR], str(at))
         return {
             "prefills": count,
             "direct_tokens_per_s": point["endpoints"][DIRECT]["input_tokens_per_s"],
             "pair_tokens_per_s": point["endpoints"][PAIR]["input_tokens_per_s"],
-            "survives": point["speedups"][PAIR]["input_tokens_per_s"],
+            "survives": speedup(of[DIRECT], of[PAIR]),
             "errors": sum(one["errors"] for one in point["endpoints"].values()),
         }
 

@@ -27,8 +27,8 @@ from benchmarks.ab import endpoints as described
 from benchmarks.ab.comparison import Plan, discipline
 from benchmarks.ab.load import Point
 from benchmarks.ab.running import Endpoint, EndpointError, served_on
-from benchmarks.ab.statistics import CONFIDENCE, FEWEST_ROUNDS
-from benchmarks.ab.summary import ALL, summarise
+from benchmarks.ab.statistics import CONFIDENCE, FEWEST_ROUNDS, fewest_rounds
+from benchmarks.ab.summary import ALL, METRICS, summarise
 from benchmarks.workloads.text import BYTES_PER_TOKEN
 from glm_sglang.serving import ServerError
 
@@ -49,7 +49,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="fills {KEY} in --config")
     p.add_argument("--only", nargs="+", metavar="NAME", help="only these endpoints of --config")
     p.add_argument("--baseline", help="the endpoint that others are compared with (the first)")
-    p.add_argument("--rounds", type=int, default=8, help=f"{FEWEST_ROUNDS} at least for an interval (8)")
+    p.add_argument(
+        "--rounds",
+        type=int,
+        default=8,
+        help=f"{FEWEST_ROUNDS} at least for a verdict, {fewest_rounds(4)} for four: a sweep has one for each endpoint "
+        "and point (8)",
+    )
     p.add_argument("--concurrency", type=_integers, help="sessions at once; several: a sweep (1)")
     p.add_argument("--rate", type=_floats, help="sessions a second instead, Poisson; several: a sweep")
     p.add_argument(
@@ -178,6 +184,7 @@ def show(result: dict[str, Any]) -> None:
     """The result as a table for a terminal."""
     console = Console(stderr=True)
     for point in result["points"]:
+        judged = point["verdict"]["of"]["metric"]
         table = Table(title=f"{result['workload']}, {point['point']}, {point['rounds']} rounds")
         for name in (
             "endpoint",
@@ -190,10 +197,13 @@ def show(result: dict[str, Any]) -> None:
         ):
             table.add_column(name, justify="left" if name in ("endpoint", "") else "right")
         table.add_column("TTFT speed-up")
+        table.add_column(f"verdict: {METRICS[judged]}")
         table.add_column("errors", justify="right")
         for name, one in point["endpoints"].items():
             for label, times in one["by_label"].items():
-                speedups = point["speedups"].get(name, {"by_label": {}})["by_label"]
+                compared = point["speedups"].get(name, {"by_label": {}})
+                speedups = compared["by_label"]
+                verdict = compared.get(judged) or speedups.get(ALL, {}).get(judged)
                 table.add_row(
                     name if label == ALL else "",
                     label,
@@ -202,7 +212,8 @@ def show(result: dict[str, Any]) -> None:
                     _ms(times["e2e_ms"]["median"]),
                     "" if times["cached_share"] is None else f"{times['cached_share']:.0%}",
                     _ms(one["input_tokens_per_s"]) if label == ALL else "",
-                    _speedup(speedups.get(label, {}).get("ttft")),
+                    _interval(speedups.get(label, {}).get("ttft")),
+                    _speedup(verdict) if label == ALL else "",
                     str(one["errors"]) if label == ALL else "",
                 )
         console.print(table)
@@ -217,9 +228,14 @@ def _ms(interval: dict[str, Any] | None) -> str:
 def _speedup(found: dict[str, Any] | None) -> str:
     if not found:
         return ""
-    if found["low"] is None:
-        return f"{found['value']:.3f} ({found['says']})"
-    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}] {found['says']}"
+    return f"{_interval(found)} {found['says']}"
+
+
+def _interval(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    between = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{found['value']:.3f}{between}"
 
 
 def main() -> int:

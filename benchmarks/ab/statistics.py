@@ -5,7 +5,8 @@ Ratios are of logarithms, round by round, between the same requests at two endpo
 percentile bootstrap with quantiles widened for few rounds (Hesterberg, "What Teachers Should Know About the
 Bootstrap", 2014: the expanded percentile interval). No resample can lie outside the rounds that were seen;
 with fewer than six rounds these cover the truth less than 95 % of the time (1 − 2/2⁵ = 93.75 %), so there is
-no interval then.
+no interval then. Of several verdicts that are said together each has its share of the 5 % (Bonferroni): wider intervals,
+which need more rounds.
 """
 
 from __future__ import annotations
@@ -46,16 +47,21 @@ class Interval:
         return self.low * (1 - rounding) <= value <= self.high * (1 + rounding)
 
 
+def fewest_rounds(verdicts: int = 1) -> int:
+    """Rounds without which the intervals of so many verdicts cannot all hold the truth as often as CONFIDENCE says."""
+    return math.ceil(math.log2(2 * verdicts / (1 - CONFIDENCE)))
+
+
 def expanded_tail(rounds: int, confidence: float = CONFIDENCE) -> float:
     """Probability below the lower end: what makes the percentile bootstrap as wide as Student's t would be."""
     t = stats.t.ppf((1 - confidence) / 2, rounds - 1)
     return float(stats.norm.cdf(t * math.sqrt(rounds / (rounds - 1))))
 
 
-def ratio(by_round: Sequence[Sequence[float]]) -> Interval | None:
+def ratio(by_round: Sequence[Sequence[float]], verdicts: int = 1) -> Interval | None:
     """The geometric mean of ratios and its interval; `by_round` holds each round's ratios, pair by pair.
 
-    Every round weighs the same. None without any pair.
+    Every round weighs the same. None without any pair. verdicts: how many intervals are to hold together.
     """
     full = [np.asarray(values, dtype=np.float64) for values in by_round if len(values)]
     if not full:
@@ -63,9 +69,9 @@ def ratio(by_round: Sequence[Sequence[float]]) -> Interval | None:
     means = np.array([np.log(values).mean() for values in full])
     count = sum(values.size for values in full)
     low = high = None
-    if means.size >= FEWEST_ROUNDS:
-        draw = np.random.default_rng(_SEED).integers(0, means.size, (_RESAMPLES, means.size))
-        tail = expanded_tail(means.size)
+    if means.size >= fewest_rounds(verdicts):
+        draw = np.random.default_rng(_SEED).integers(0, means.size, (_RESAMPLES * verdicts, means.size))
+        tail = expanded_tail(means.size, 1 - (1 - CONFIDENCE) / verdicts)
         low, high = np.exp(np.quantile(means[draw].mean(axis=1), (tail, 1 - tail))).tolist()
     return Interval(float(np.exp(means.mean())), low, high, int(means.size), count)
 

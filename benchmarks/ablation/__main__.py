@@ -34,7 +34,8 @@ from benchmarks.ab.endpoints import SpecError
 from benchmarks.ab.load import Point
 from benchmarks.ab.running import Endpoint, EndpointError
 from benchmarks.ab.starting import Starting
-from benchmarks.ablation.analysis import METRICS, analyse, without
+from benchmarks.ab.summary import METRICS
+from benchmarks.ablation.analysis import analyse, without
 from benchmarks.ablation.arms import CHANGES, STOCK, Arm, Setup, arms
 from glm_sglang.serving import ServerError
 

@@ -8,30 +8,37 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.ab.statistics import ratio
+from benchmarks.ab.summary import ABOVE, BELOW, METRICS, aligned, by_round, speedup, summarise, verdict
 from benchmarks.ab.summary import ALL as EVERY
-from benchmarks.ab.summary import aligned, by_round, summarise, verdict
 from benchmarks.ablation.arms import ALL, NONE, STOCK, Arm
-
-METRICS = {"input_tokens_per_s": "input tokens/s", "ttft": "time to first token", "e2e": "end-to-end time"}
 
 
 def speedups(
-    records: Sequence[dict[str, Any]], names: Sequence[str], baseline: str, metric: str, label: str
+    records: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    baseline: str,
+    metric: str,
+    label: str,
+    judged: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Every endpoint's speed-up over the baseline at the sweep's first point, with its interval."""
-    found = summarise(records, names, baseline)[0]["speedups"]
-    if metric == "input_tokens_per_s":
-        return {name: one[metric] for name, one in found.items() if one[metric]}
-    by_label = {name: one["by_label"].get(label, {}).get(metric) for name, one in found.items()}
-    return {name: one for name, one in by_label.items() if one}
+    """Every endpoint's speed-up over the baseline at the sweep's first point, with its interval: the judged one's a
+    verdict, the others' remarks.
+    """
+    of = aligned(records, names, records[0]["glm_ab"]["point"])
+    found = {
+        name: speedup(of[baseline], of[name], metric, label, verdicts=int(name == judged))
+        for name in names
+        if name != baseline
+    }
+    return {name: one for name, one in found.items() if one}
 
 
 def share(alone: Mapping[str, Any], together: Mapping[str, Any]) -> float | None:
     """The share of all changes' gain that one brings alone, in logarithms, so that factors add up.
 
-    None where all together are no difference, or nothing is decided: there is no gain to have a share of.
+    None where the interval of all together holds 1, or nothing is decided: there is no gain to have a share of.
     """
-    if together["says"] not in ("faster", "slower"):
+    if together["says"] not in (ABOVE, BELOW):
         return None
     return math.log(alone["value"]) / math.log(together["value"])
 
@@ -83,10 +90,12 @@ def analyse(
 ) -> dict[str, Any]:
     """The result's `arms`, `interaction`, `answer`, `speedup` (over stock, of all together). Where all together
     did not go, `speedup` is that of the most changes that did, and names them; of no records, there is none.
+
+    `speedup` is the verdict, and where it says that there is a difference, `interaction` is the next one: in that order
+    both are right together as often as the first alone. What else has an interval has a remark.
     """
     names = [arm.name for arm in arms if arm.spec]
     rounds = len(aligned(records, names, records[0]["glm_ab"]["point"])[STOCK]) if records else 0
-    over_stock = speedups(records, names, STOCK, metric, label) if rounds else {}
     over_none = speedups(records, names, NONE, metric, label) if rounds and NONE in names else {}
     singles = [arm.name for arm in arms if arm.spec and len(arm.changes) == 1 and arm.name != ALL]
     whole = next(arm for arm in arms if arm.name == ALL)
@@ -94,6 +103,7 @@ def analyse(
     last = ALL if whole.spec else singles[0] if len(whole.changes) == 1 and singles else None
     together = over_none.get(last) if last else None
     best = last or _stand_in(arms, whole)
+    over_stock = speedups(records, names, STOCK, metric, label, best) if rounds else {}
     endpoints = summarise(records, names, STOCK)[0]["endpoints"] if rounds else {}
     found = None
     # Where one of them did not start, the others' product says nothing of all together.
@@ -101,6 +111,8 @@ def analyse(
         speeds = per_round(records, [*singles, ALL], metric, label)
         errors = sum(int(endpoints[name]["errors"]) for name in (NONE, *singles, ALL))
         doubt = f"{errors} errors" if errors else ""
+        if over_stock.get(ALL, {}).get("says") == "no difference":
+            doubt = doubt or f"all together are no different from {STOCK}"
         found = interaction({name: speeds[name] for name in singles}, speeds[ALL], doubt)
     rows = []
     for arm in arms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.ab.summary import remark_words
 from benchmarks.report import plots
 from benchmarks.report.blocks import Block, Code, Facts, Figure, Section, Table, interval, number, share
 
@@ -50,16 +51,25 @@ def _sentences(result: dict[str, Any]) -> list[str]:
             if not times or not rate:
                 found.append(f"{name}, {point['point']}: no pair of requests succeeded at both.")
                 continue
-            found.append(
-                f"{name} against {result['baseline']}, {point['point']}: first token {number(times['value'], 3)}× as "
-                f"fast ({times['says']}), input tokens per second {number(rate['value'], 3)}× ({rate['says']})."
-            )
+            first = f"first token {number(times['value'], 3)}× as fast"
+            tokens = f"input tokens per second {number(rate['value'], 3)}×"
+            if _judged(point) == ("ttft", ALL):
+                first += f" ({times['says']})"
+            else:
+                tokens += f" ({rate['says']})"
+            found.append(f"{name} against {result['baseline']}, {point['point']}: {tokens}, {first}.")
             if unlike := (speedups.get("unlike_prompts") or {}).get("pairs"):
                 most = share(speedups["unlike_prompts"]["most"])
                 found.append(
                     f"{unlike} of its prompts have another number of tokens there, by {most} at most."
                 )
     return found
+
+
+def _judged(point: dict[str, Any]) -> tuple[str, str]:
+    """Which ratio of a point is its verdict, metric and label. Results from before it was said judged the input rate."""
+    of = (point.get("verdict") or {}).get("of") or {}
+    return of.get("metric", "input_tokens_per_s"), of.get("label", ALL)
 
 
 def _point(point: dict[str, Any], base: str, swept: bool) -> list[Block]:
@@ -109,16 +119,25 @@ def _point(point: dict[str, Any], base: str, swept: bool) -> list[Block]:
 
 
 def _speedups(point: dict[str, Any], base: str) -> Table:
+    chosen = _judged(point)
     rows = []
     for name, speedups in point["speedups"].items():
-        rate = speedups["input_tokens_per_s"]
-        rows.append((name, ALL, "input tokens/s", interval(rate, 3), rate["says"] if rate else "n/a"))
+        found = [("input_tokens_per_s", ALL, "input tokens/s", speedups["input_tokens_per_s"])]
         for label, metrics in speedups["by_label"].items():
             for metric, words in (("ttft", "first token"), ("tpot", "time per token"), ("e2e", "end to end")):
-                if found := metrics[metric]:
-                    rows.append((name, label, words, interval(found, 3), found["says"]))
-    head = ("endpoint", "requests", "of what", f"speed-up over {base}", "which says")
-    return Table(head, rows, f"{point['point']}; pair by pair, above 1 is faster than {base}")
+                found.append((metric, label, words, metrics[metric]))
+        for metric, label, words, one in found:
+            if one:
+                judged = (metric, label) == chosen
+                said = one["says"] if judged else remark_words(one)
+                rows.append((name, label, words, interval(one, 3), "verdict" if judged else "", said))
+    head = ("endpoint", "requests", "of what", f"speed-up over {base}", "", "which says")
+    return Table(
+        head,
+        rows,
+        f"{point['point']}; pair by pair, above 1 is faster than {base}. One of them is judged; of the others together "
+        "one leaves 1 out in every fifth comparison of equals",
+    )
 
 
 def _curves(point: dict[str, Any]) -> Figure:
@@ -174,6 +193,14 @@ def ablation(result: dict[str, Any]) -> Section:
     return Section("Ablation of the five changes", lead, blocks)
 
 
+def _arm_says(arm: dict[str, Any], verdict: dict[str, Any] | None) -> str:
+    """The verdict where this arm's speed-up is it, or where its interval lies."""
+    own = arm.get("speedup")
+    if not own:
+        return "n/a"
+    return f"verdict: {own['says']}" if verdict and verdict["arm"] == arm["name"] else remark_words(own)
+
+
 def _ablation_case(result: dict[str, Any], named: str) -> list[Block]:
     arms = result["arms"]
     rows = []
@@ -183,7 +210,7 @@ def _ablation_case(result: dict[str, Any], named: str) -> list[Block]:
                 arm["name"],
                 arm["state"],
                 interval(arm.get("speedup"), 3),
-                (arm.get("speedup") or {}).get("says", "n/a"),
+                _arm_says(arm, result.get("speedup")),
                 share(arm.get("share")),
                 share(arm.get("cached_share")),
                 arm.get("article") or "n/a",

@@ -425,8 +425,11 @@ def test_summary_compares_pair_by_pair() -> None:
     assert point["rounds"] == 6
     speedups = point["speedups"]["b"]
     assert speedups["by_label"]["turn 1"]["ttft"]["value"] == pytest.approx(2.0, abs=1e-3)
-    assert speedups["by_label"]["turn 1"]["ttft"]["says"] == "faster"
-    assert speedups["by_label"]["turn 2"]["ttft"]["says"] == "no difference"
+    # In a closed loop the input rate is the verdict; of the rest it is said where it lies.
+    assert point["verdict"] == {"of": {"metric": "input_tokens_per_s", "label": ALL}, "verdicts": 1}
+    assert speedups["input_tokens_per_s"]["says"] == "faster"
+    assert speedups["by_label"]["turn 1"]["ttft"]["says"] == "interval above 1"
+    assert speedups["by_label"]["turn 2"]["ttft"]["says"] == "interval holds 1"
     assert speedups["by_label"][ALL]["ttft"]["value"] == pytest.approx(2**0.5, abs=1e-3)
     assert speedups["input_tokens_per_s"]["value"] == pytest.approx(2.0)
     b = point["endpoints"]["b"]
@@ -454,7 +457,7 @@ def test_an_endpoint_that_reads_less_is_not_called_faster(tokens: int, says: str
         "most": {100: 0, 101: 0.0099, 98: 0.02}[tokens],
     }
     assert found["input_tokens_per_s"]["says"].startswith(says)
-    assert found["by_label"][ALL]["ttft"]["says"].startswith(says)
+    assert found["by_label"][ALL]["ttft"]["says"].startswith(says.replace("faster", "interval above 1"))
 
 
 def test_failed_requests_are_counted_and_their_pairs_dropped() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from benchmarks.ab import statistics
+from benchmarks.ab import records, statistics, summary
+from benchmarks.ab.client import Sample
+from benchmarks.ab.load import Point, Round
+from benchmarks.ab.prove import wrong
 from benchmarks.ab.summary import verdict
 
 TRIALS = 400
@@ -69,8 +74,71 @@ def test_five_rounds_give_a_ratio_but_no_interval() -> None:
     assert (found.rounds, found.values) == (5, 9)
     with pytest.raises(ValueError, match="--rounds must be at least 6"):
         found.covers(1.0)
-    assert verdict(found)["says"] == "undecided: too few rounds"  # type: ignore[index]
+    assert verdict(found)["says"] == "undecided: too few rounds (6 at least)"  # type: ignore[index]
     assert statistics.ratio([[], []]) is None
+
+
+@pytest.mark.parametrize(("verdicts", "rounds"), [(1, 6), (2, 7), (3, 7), (4, 8), (10, 9)])
+def test_several_verdicts_need_more_rounds(verdicts: int, rounds: int) -> None:
+    """All rounds on one side happens by chance in 2 of 2ⁿ runs: no more than 5 % over the verdicts, and no round less."""
+    assert statistics.fewest_rounds(verdicts) == rounds
+    assert 2 / 2**rounds <= 0.05 / verdicts < 2 / 2 ** (rounds - 1)
+    enough, few = (statistics.ratio([[2.0]] * n, verdicts) for n in (rounds, rounds - 1))
+    assert enough is not None
+    assert few is not None
+    assert (enough.low, few.low) == (pytest.approx(2.0), None)
+    assert f"({rounds} at least)" in verdict(few, verdicts=verdicts)["says"]  # type: ignore[index]
+
+
+def test_an_interval_of_several_holds_the_one_that_is_alone() -> None:
+    values = rounds_of(np.random.default_rng(9), 10, 12, 1.0)
+    alone, one_of_four = statistics.ratio(values), statistics.ratio(values, 4)
+    assert alone is not None
+    assert one_of_four is not None
+    assert one_of_four.low < alone.low < alone.high < one_of_four.high  # type: ignore[operator]
+
+
+def equal(rng: np.random.Generator, names: str, points: tuple[Point, ...]) -> list[dict[str, Any]]:
+    """Eight rounds at endpoints that are one: moods of rounds, two turns, everything that a summary compares."""
+    lines = []
+    for number, point, name in itertools.product(range(8), points, names):
+        mood = np.exp(rng.normal(0, 0.05))
+        sessions = []
+        for _ in range(6):
+            row = []
+            for label in ("turn 1", "turn 2"):
+                ttft = float(0.1 * mood * np.exp(rng.normal(0, 0.2)))
+                itls = (0.01 * mood * np.exp(rng.normal(0, 0.2, 3))).tolist()
+                row.append(Sample(label, 0.0, ttft, ttft + sum(itls), itls, 1000, 0, 4))
+            sessions.append(row)
+        took = sum(s.e2e for row in sessions for s in row) / 4
+        lines.append(records.line(name, "two_turn", point, number, 0, "", Round(sessions, took), {}))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("names", "points"),
+    [
+        ("ab", (Point(4),)),
+        ("abc", (Point(1), Point(4))),  # four verdicts
+        ("ab", (Point(rate=2.0), Point(rate=4.0))),  # of the first token
+    ],
+)
+def test_all_that_is_called_a_verdict_is_right_in_nineteen_of_twenty_runs(
+    names: str, points: tuple[Point, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten ratios a pair once had a verdict each: one at least was wrong in every fifth run of equals."""
+    monkeypatch.setattr(summary, "quantile", lambda values, q: None)  # of one endpoint alone: not compared
+    rng, trials, right, apart = np.random.default_rng(1), 150, 0, 0
+    for _ in range(trials):
+        found = wrong(summary.summarise(equal(rng, names, points), list(names), "a"))
+        assert found["verdicts"] == (len(names) - 1) * len(points)
+        assert found["remarks"] == 9 * found["verdicts"]
+        right += not found["wrong"]
+        apart += bool(found["remarks_apart"])
+    assert right >= stats.binom.ppf(0.0025, trials, statistics.CONFIDENCE)
+    # The further intervals together would not do: that is why they are no verdicts.
+    assert apart > stats.binom.ppf(0.9975, trials, 1 - statistics.CONFIDENCE)
 
 
 def test_the_tail_is_students() -> None:

@@ -190,7 +190,7 @@ def test_devices_and_flags_reach_their_process() -> None:
 def test_shares_add_up_when_changes_do_not_interact() -> None:
     singles = {"a": [1.5] * 6, "b": [1.2] * 6}
 
-    def says(value: float, words: str = "faster") -> dict[str, Any]:
+    def says(value: float, words: str = "interval above 1") -> dict[str, Any]:
         return {"value": value, "says": words}
 
     shares = [analysis.share(says(v[0]), says(1.8)) for v in singles.values()]
@@ -207,9 +207,19 @@ def test_shares_add_up_when_changes_do_not_interact() -> None:
     assert analysis.interaction({"a": [2.0] * 6}, [2.0] * 6) is None
 
 
-@pytest.mark.parametrize("says", ["no difference", "undecided: too few rounds", "undecided: 3 errors"])
+@pytest.mark.parametrize("says", ["interval holds 1", "undecided: too few rounds", "undecided: 3 errors"])
 def test_of_no_gain_there_is_no_share(says: str) -> None:
-    assert analysis.share({"value": 1.5, "says": "faster"}, {"value": 1.001, "says": says}) is None
+    assert analysis.share({"value": 1.5, "says": "interval above 1"}, {"value": 1.001, "says": says}) is None
+
+
+def test_an_interaction_is_judged_only_behind_a_difference() -> None:
+    """The second verdict of a case follows the first: without that one both would be wrong in one run of ten."""
+    planned = arms(setup(), only=["graphs", "cache"], flags=EVERY_FLAG)
+    seconds: dict[str, list[float | None]] = {arm.name: [1.0] * 6 for arm in planned if arm.spec}
+    seconds |= {"2 prefill graphs": [2.0] * 6}  # alone half as fast, together as fast as stock
+    found = analysis.analyse(planned, measured(seconds), "input_tokens_per_s", "all")
+    assert found["speedup"]["says"] == "no difference"
+    assert "undecided: all together are no different from stock SGLang" in found["interaction"]["says"]
 
 
 def measured(seconds: dict[str, list[float | None]]) -> list[dict[str, Any]]:
@@ -273,7 +283,9 @@ def test_the_result_says_each_arms_speedup_share_and_hits() -> None:
     found = analysis.analyse(planned, lines, "input_tokens_per_s", "turn 2")
     rows = {row["name"]: row for row in found["arms"]}
     assert rows[ALL]["speedup"]["value"] == pytest.approx(8.0, rel=1e-3)
-    assert rows[NONE]["speedup"]["says"] == "no difference"
+    assert rows[ALL]["speedup"]["says"] == "faster"  # the case's one verdict
+    assert rows[NONE]["speedup"]["says"] == "interval holds 1"
+    assert rows["2 prefill graphs"]["speedup"]["says"] == "interval above 1"
     assert rows["2 prefill graphs"]["share"] == pytest.approx(math.log(2) / math.log(8), abs=1e-3)
     assert rows["3, 4 and 5 the cache"]["share"] == pytest.approx(2 / 3, abs=1e-3)
     assert rows["3, 4 and 5 the cache"]["cached_share"] == 0.9
@@ -334,7 +346,7 @@ def test_no_round_is_no_figure() -> None:
     assert {row["speedup"] for row in found["arms"]} == {None}
 
 
-@pytest.mark.parametrize(("rounds", "says"), [(6, "faster"), (5, "undecided: too few rounds")])
+@pytest.mark.parametrize(("rounds", "says"), [(6, "faster"), (5, "undecided: too few rounds (6 at least)")])
 def test_each_cases_speedup_is_at_the_top_with_its_verdict(rounds: int, says: str, tmp_path: Path) -> None:
     words = (
         "--case",

@@ -21,7 +21,7 @@ from benchmarks.ab.summary import summarise
 from benchmarks.ablation.analysis import analyse
 from benchmarks.ablation.arms import CHANGES, Setup, arms
 from benchmarks.accuracy.paired import Pair, compare
-from benchmarks.report import blocks, node
+from benchmarks.report import blocks, node, page
 from benchmarks.report.page import ReportError, load, not_measured, render
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +34,7 @@ def comparison() -> dict[str, Any]:
     """The result of an A/B run whose figures are written here: `fast` takes half the time of `stock`."""
     lines = []
     for point in (Point(1), Point(4)):
-        for number in range(6):
+        for number in range(8):
             for name, ttft in (("stock", 0.2), ("fast", 0.1)):
                 samples = [
                     [
@@ -49,7 +49,7 @@ def comparison() -> dict[str, Any]:
         "kind": "ab",
         "workload": "two_turn",
         "parameters": {"sessions": 1, "text": "pydoc_data.topics:0123"},
-        "rounds": 6,
+        "rounds": 8,
         "confidence": 0.95,
         "baseline": "stock",
         "endpoints": {
@@ -65,6 +65,11 @@ def comparison() -> dict[str, Any]:
         "versions": {"python": "3.11"},
         "date": "2026-01-01T00:00:00+00:00",
     }
+
+
+def judged() -> list[dict[str, Any]]:
+    """Results whose endpoints are compared."""
+    return [comparison(), *(result for result in map(load, RESULTS) if page.kind(result) == "ab")]
 
 
 def base(question: str, **more: Any) -> dict[str, Any]:
@@ -169,7 +174,12 @@ def test_every_result_says_command_machine_and_versions(parsed: Links) -> None:
 
 def test_the_figures_are_the_results(parsed: Links) -> None:
     text = " ".join(parsed.words)
-    assert "first token 2× as fast (faster), input tokens per second 2× (faster)" in text
+    assert "input tokens per second 2× (faster), first token 2× as fast." in text
+    # Of every pair and point one line is the verdict, in results from before that was said as well.
+    tables = [block for result in judged() for block in page.section(result).blocks if block.kind == "table"]
+    lines = [row for table in tables for row in table.rows if "which says" in table.head]
+    assert {row[4] for row in lines if row[5] in ("faster", "slower", "no difference")} == {"verdict"}
+    assert {row[2] for row in lines if row[4] == "verdict"} == {"input tokens/s"}
     assert "200 [200, 200]" in text  # TTFT p50 of stock, ms
     assert "96.0\u202f%" in text  # cached in turn 2
     assert "48.0\u202f%" in text  # over both turns
