@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from glm_kernels.overlapped_moe import Geometry, exact_plan
@@ -37,8 +38,9 @@ def rows_by_side_sms(
                 for source in sources_of(geometry, variant.shares)
             ]
             plan = exact_plan(geometry, counts, shares=variant.shares, expert_splits=variant.expert_splits)
-            side = variant.side_sms if variant.leave_sms else 0
-            found.setdefault(side, set()).update(chunk.rows for chunk in plan.chunks if chunk.rows)
+            sides = {variant.side_sms, *variant.step_sms} if variant.leave_sms else {0}
+            for side in sides:
+                found.setdefault(side, set()).update(chunk.rows for chunk in plan.chunks if chunk.rows)
             found[0].add(plan.rows)
     return {side: tuple(sorted(rows)) for side, rows in found.items() if rows}
 
@@ -65,9 +67,13 @@ def start(layer: Layer, tokens: Iterable[int], variants: Iterable[Variant]) -> l
 
 
 def finish(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Waits; a process that failed has said why on stderr, and costs time only."""
+    """Waits, a minute and a half at most; a process that failed has said why on stderr, and costs time only."""
+    deadline = time.monotonic() + 90
     for process in processes:
-        process.wait()
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def main() -> None:

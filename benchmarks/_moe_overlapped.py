@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 VARIANTS = (
     "side_sms=16",
     "side_sms=16,early_finish=1",
-    "side_sms=20,early_finish=1",
+    "step_sms=16:8:16:8:20:20",
     "side_sms=0,shares=1,order=own_first,combine=copy_engine",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run the overlapped path. What the first six mean: glm_kernels.overlapped_moe.layer.Options.
+    """One way to run the overlapped path. What the first seven mean: glm_kernels.overlapped_moe.layer.Options.
 
     shares, expert_splits: of the plan. dispatch: copy_engine, peer_reads, nccl. combine: peer_writes, copy_engine; nccl
     with dispatch=nccl only, and then both. rows: exact, or worst_case for buffers that take any routing.
     """
 
     side_sms: int = 16
+    step_sms: tuple[int, ...] = ()
     leave_sms: bool = True
     side_programs: int = 4
     gate_cycles: int = 6000
@@ -56,7 +57,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Of `name=value,…`; truth as 0 or 1, shares as 2:1. Raises ValueError naming the fields."""
+        """Of `name=value,…`; truth as 0 or 1, several numbers as 2:1. Raises ValueError naming the fields."""
         values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
@@ -151,7 +152,7 @@ def overlapped(
     parts = {kind.value: part(kind) for kind in Kind if kind in apart}
     parts |= {name: part(*kinds) for name, kinds in joined.items()}
     facts = {
-        "options": _changed(variant),
+        "options": _for_json(variant),
         "rows": plan.rows,
         "row_bytes": plan.row_bytes,
         "symmetric_bytes": getattr(transport, "bytes", 0),
@@ -160,9 +161,8 @@ def overlapped(
     return _moe_arms.Arm("overlapped", run, out, parts | {"gemms_all_sms": gemms_all_sms}, facts)
 
 
-def _changed(variant: Variant) -> dict[str, Any]:
-    """All fields, for JSON."""
-    return {**dataclasses.asdict(variant), "shares": list(variant.shares)}
+def _for_json(variant: Variant) -> dict[str, Any]:
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(variant).items()}
 
 
 @contextmanager

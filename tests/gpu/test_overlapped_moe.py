@@ -157,7 +157,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"order": "peers_early", "shares": (2, 1), "early_finish": True},
     {"side_sms": 0, "shares": (1,), "order": "own_first", "combine": "copy_engine"},
-    {"side_sms": 8, "dispatch": "peer_reads"},
+    {"dispatch": "peer_reads"},
     {"leave_sms": False, "gate_cycles": 0},
     {"dispatch": "nccl"},
 )

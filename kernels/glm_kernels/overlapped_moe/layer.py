@@ -30,6 +30,7 @@ class Options:
     """How a step runs; nothing here changes a result.
 
     side_sms: SMs left to memory-bound kernels beside a GEMM, even; 0: they take turns with the GEMMs on all SMs.
+    step_sms: the same for each GEMM in the schedule's order, as far as it goes; deep_gemm compiles for each number.
     leave_sms: whether the GEMMs leave them (deep_gemm.set_num_sms), or take all SMs and are slowed where both run.
     side_programs: programs an SM of the reducing kernel; the others, of half its registers, have twice as many.
     gate_cycles: how long what a GEMM's end lets go waits for the next GEMM to take its SMs; 0: not at all. order,
@@ -37,6 +38,7 @@ class Options:
     """
 
     side_sms: int = 16
+    step_sms: tuple[int, ...] = ()
     leave_sms: bool = True
     side_programs: int = 4
     gate_cycles: int = 6000
@@ -48,20 +50,28 @@ class Options:
             raise ValueError(
                 f"side_sms is {self.side_sms}; it must be even (GEMM clusters of 2) and not negative"
             )
+        if any(sms < 2 or sms % 2 for sms in self.step_sms) or (self.step_sms and not self.side_sms):
+            raise ValueError(
+                f"step_sms are {self.step_sms}; they must be even, at least 2, and side_sms not 0"
+            )
         if not 1 <= self.side_programs <= _MOST_PROGRAMS // 2 or self.gate_cycles < 0:
             raise ValueError(
                 f"side_programs must be 1 to {_MOST_PROGRAMS // 2} and gate_cycles not negative, found "
                 f"{self.side_programs} and {self.gate_cycles}"
             )
 
+    def sms(self, step: int) -> int:
+        """SMs left beside GEMM number `step`."""
+        return self.step_sms[step] if step < len(self.step_sms) else self.side_sms
+
 
 class Backend(Protocol):
-    """The device's operations; `wide`: all SMs, otherwise those beside a GEMM. Signatures as in `rows` and `layout`."""
+    """The device's operations, as in `rows` and `layout`, on so many SMs (None: all). A GEMM leaves `leave` of them."""
 
     def layout(self, ids: torch.Tensor, out: Layout) -> None: ...
     def quantise(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None: ...
-    def place(self, *tensors: torch.Tensor, wide: bool) -> None: ...
-    def swiglu(self, *tensors: torch.Tensor, wide: bool) -> None: ...
+    def place(self, *tensors: torch.Tensor, sms: int | None) -> None: ...
+    def swiglu(self, *tensors: torch.Tensor, sms: int | None) -> None: ...
     def reduce(
         self,
         rows: torch.Tensor,
@@ -71,9 +81,9 @@ class Backend(Protocol):
         partials: torch.Tensor | None,
         out: torch.Tensor,
         *,
-        wide: bool,
+        sms: int | None,
     ) -> None: ...
-    def gemm(self, *tensors: torch.Tensor) -> None: ...
+    def gemm(self, *tensors: torch.Tensor, leave: int) -> None: ...
     def on(self, stream: str) -> contextlib.AbstractContextManager[None]: ...
     def fork(self) -> None: ...
     def mark(self, stream: str) -> Any: ...
@@ -94,10 +104,10 @@ class ReferenceBackend:
     def quantise(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         reference.quantise_reference(x, codes, scales)
 
-    def place(self, *tensors: torch.Tensor, wide: bool) -> None:
+    def place(self, *tensors: torch.Tensor, sms: int | None) -> None:
         reference.place_reference(*tensors)
 
-    def swiglu(self, *tensors: torch.Tensor, wide: bool) -> None:
+    def swiglu(self, *tensors: torch.Tensor, sms: int | None) -> None:
         reference.swiglu_reference(*tensors)
 
     def reduce(
@@ -109,11 +119,11 @@ class ReferenceBackend:
         partials: torch.Tensor | None,
         out: torch.Tensor,
         *,
-        wide: bool,
+        sms: int | None,
     ) -> None:
         reference.reduce_reference(rows, place, weights, scaling, partials, out)
 
-    def gemm(self, *tensors: torch.Tensor) -> None:
+    def gemm(self, *tensors: torch.Tensor, leave: int) -> None:
         reference.grouped_gemm_reference(*tensors)
 
     @contextlib.contextmanager
@@ -148,8 +158,9 @@ class CudaBackend:
         self._kernels, self._deep_gemm, self._options = row_kernels, deep_gemm, options
         self._layout = LayoutKernels(plan, device)
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        if options.side_sms >= self._sms:
-            raise ValueError(f"side_sms is {options.side_sms}; this GPU has {self._sms} SMs")
+        most = max(options.side_sms, *options.step_sms, 0)
+        if most >= self._sms:
+            raise ValueError(f"side_sms or step_sms is {most}; this GPU has {self._sms} SMs")
         low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
         # The layout's few programs go before the quantisation's many; a GEMM goes before what runs beside it.
         priorities = {"comm": high, "gemm": min(high + 1, low), "side": low}
@@ -159,9 +170,8 @@ class CudaBackend:
         }
         self._caller: torch.cuda.Stream | None = None
 
-    def _grid(self, wide: bool, light: bool = True) -> int:
-        sms = self._sms if wide else self._options.side_sms
-        return sms * self._options.side_programs * (2 if light else 1)
+    def _grid(self, sms: int | None, light: bool = True) -> int:
+        return (sms or self._sms) * self._options.side_programs * (2 if light else 1)
 
     def layout(self, ids: torch.Tensor, out: Layout) -> None:
         self._layout(ids, out)
@@ -170,11 +180,11 @@ class CudaBackend:
         # A program a unit: programs that stay would keep the layout's, which run at the same time, waiting.
         self._kernels.quantise(x, codes, scales, grid=_ANY_GRID)
 
-    def place(self, *tensors: torch.Tensor, wide: bool) -> None:
-        self._kernels.place(*tensors, grid=self._grid(wide))
+    def place(self, *tensors: torch.Tensor, sms: int | None) -> None:
+        self._kernels.place(*tensors, grid=self._grid(sms))
 
-    def swiglu(self, *tensors: torch.Tensor, wide: bool) -> None:
-        self._kernels.swiglu(*tensors, grid=self._grid(wide))
+    def swiglu(self, *tensors: torch.Tensor, sms: int | None) -> None:
+        self._kernels.swiglu(*tensors, grid=self._grid(sms))
 
     def reduce(
         self,
@@ -185,15 +195,15 @@ class CudaBackend:
         partials: torch.Tensor | None,
         out: torch.Tensor,
         *,
-        wide: bool,
+        sms: int | None,
     ) -> None:
-        self._kernels.reduce(rows, place, weights, scaling, partials, out, grid=self._grid(wide, light=False))
+        self._kernels.reduce(rows, place, weights, scaling, partials, out, grid=self._grid(sms, light=False))
 
-    def gemm(self, *tensors: torch.Tensor) -> None:
+    def gemm(self, *tensors: torch.Tensor, leave: int) -> None:
         a, a_scale, w, w_scale, out, expert = tensors
         before = self._deep_gemm.get_num_sms()
-        if self._options.leave_sms and self._options.side_sms:
-            self._deep_gemm.set_num_sms(self._sms - self._options.side_sms)
+        if self._options.leave_sms:
+            self._deep_gemm.set_num_sms(self._sms - leave)
         try:
             self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (w, w_scale), out, expert)
         finally:
@@ -304,6 +314,8 @@ class OverlappedMoe:
     ) -> None:
         """One operation, on the current stream."""
         transport, i = self.transport, op.index
+        beside = self.options.sms(op.step)
+        sms = None if op.wide else beside
         simple: dict[Kind, Callable[[], None]] = {
             Kind.ROUTING: lambda: transport.publish(ids, weights),
             Kind.QUANTISE: lambda: self.backend.quantise(
@@ -312,18 +324,18 @@ class OverlappedMoe:
             Kind.LAYOUT: lambda: self.backend.layout(transport.ids, self.layout),
             Kind.ANNOUNCE: transport.announce,
             Kind.PULL: lambda: transport.pull(i),
-            Kind.PLACE: lambda: self._place(i, op.wide),
-            Kind.GEMM1: lambda: self._gemm1(i, experts),
-            Kind.SWIGLU: lambda: self._swiglu(i, op.wide),
-            Kind.GEMM2: lambda: self._gemm2(i, experts),
-            Kind.REDUCE: lambda: self._reduce(i, None, op.wide),
+            Kind.PLACE: lambda: self._place(i, sms),
+            Kind.GEMM1: lambda: self._gemm1(i, experts, beside),
+            Kind.SWIGLU: lambda: self._swiglu(i, sms),
+            Kind.GEMM2: lambda: self._gemm2(i, experts, beside),
+            Kind.REDUCE: lambda: self._reduce(i, None, sms),
             Kind.PUSH: lambda: transport.push(self.plan.sources[i].peer),
             Kind.MEET: transport.meet,
-            Kind.FINISH: lambda: self._reduce(i, out, op.wide),
+            Kind.FINISH: lambda: self._reduce(i, out, sms),
         }
         simple[op.kind]()
 
-    def _place(self, source: int, wide: bool) -> None:
+    def _place(self, source: int, sms: int | None) -> None:
         of, transport = self.plan.sources[source], self.transport
         tokens = slice(of.start, of.stop)
         self.backend.place(
@@ -333,10 +345,10 @@ class OverlappedMoe:
             self._a,
             self._a_scale,
             self._table,
-            wide=wide,
+            sms=sms,
         )
 
-    def _gemm1(self, chunk: int, experts: ExpertWeights) -> None:
+    def _gemm1(self, chunk: int, experts: ExpertWeights, leave: int) -> None:
         assert experts.w13_scale is not None
         rows, scales = self._part(chunk, self._a_scale, self.plan.geometry.hidden)
         self.backend.gemm(
@@ -346,15 +358,14 @@ class OverlappedMoe:
             experts.w13_scale,
             self._gate_up[rows],
             self.layout.expert[rows],
+            leave=leave,
         )
 
-    def _swiglu(self, chunk: int, wide: bool) -> None:
+    def _swiglu(self, chunk: int, sms: int | None) -> None:
         rows, scales = self._part(chunk, self._inner_scale, self.plan.geometry.intermediate)
-        self.backend.swiglu(
-            self._gate_up[rows], self.layout.expert[rows], self._inner[rows], scales, wide=wide
-        )
+        self.backend.swiglu(self._gate_up[rows], self.layout.expert[rows], self._inner[rows], scales, sms=sms)
 
-    def _gemm2(self, chunk: int, experts: ExpertWeights) -> None:
+    def _gemm2(self, chunk: int, experts: ExpertWeights, leave: int) -> None:
         assert experts.w2_scale is not None
         rows, scales = self._part(chunk, self._inner_scale, self.plan.geometry.intermediate)
         self.backend.gemm(
@@ -364,13 +375,14 @@ class OverlappedMoe:
             experts.w2_scale,
             self._slots[rows],
             self.layout.expert[rows],
+            leave=leave,
         )
 
     def _part(self, chunk: int, flat: torch.Tensor, width: int) -> tuple[slice, torch.Tensor]:
         of = self.plan.chunks[chunk]
         return slice(of.start, of.start + of.rows), reference.chunk_scales(flat, of, width // 128)
 
-    def _reduce(self, source: int, out: torch.Tensor | None, wide: bool) -> None:
+    def _reduce(self, source: int, out: torch.Tensor | None, sms: int | None) -> None:
         of, transport = self.plan.sources[source], self.transport
         tokens = slice(of.start, of.stop)
         partials = None
@@ -388,7 +400,7 @@ class OverlappedMoe:
             self.scaling,
             partials,
             target,
-            wide=wide,
+            sms=sms,
         )
 
     def _check(

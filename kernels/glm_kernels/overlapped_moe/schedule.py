@@ -57,7 +57,8 @@ class Kind(enum.StrEnum):
 class Op:
     """One operation. `after`: positions in the schedule of what it needs beside its stream's earlier operations.
 
-    `wide`: it may take all SMs, because no GEMM runs beside it.
+    `wide`: it may take all SMs, because no GEMM runs beside it. `step`: of a GEMM, its number in the schedule; otherwise
+    that of the GEMM which is to run beside it (one more than there are, after the last).
     """
 
     kind: Kind
@@ -66,8 +67,10 @@ class Op:
     after: tuple[int, ...]
     wide: bool = False
     gated: bool = False
+    step: int = 0
 
 
+_GEMMS = (Kind.GEMM1, Kind.GEMM2)
 ORDERS = ("peers_second", "peers_early", "own_first")
 
 
@@ -124,13 +127,16 @@ class _Builder:
         if stream == "side":
             needs.update(self._before_the_gemm())
         gated = stream == "side" and any(self.ops[i].stream == "gemm" for i in needs)
+        gemms = [i for i, op in enumerate(self.ops) if op.kind in _GEMMS]
+        beside_the_last = kind not in _GEMMS and gemms and gemms[-1] not in needs
+        step = len(gemms) - (1 if beside_the_last else 0)
         self.at[kind, index] = len(self.ops)
-        self.ops.append(Op(kind, index, stream, tuple(sorted(needs)), wide, gated))
+        self.ops.append(Op(kind, index, stream, tuple(sorted(needs)), wide, gated, step))
 
     def _before_the_gemm(self) -> list[int]:
         """What the last GEMM queued so far follows on its stream."""
         queued = [i for i, op in enumerate(self.ops) if op.stream == "gemm"]
-        gemms = [n for n, i in enumerate(queued) if self.ops[i].kind in (Kind.GEMM1, Kind.GEMM2)]
+        gemms = [n for n, i in enumerate(queued) if self.ops[i].kind in _GEMMS]
         return [queued[gemms[-1] - 1]] if gemms and gemms[-1] else []
 
     def place(self, sources: Sequence[int], stream: str) -> None:

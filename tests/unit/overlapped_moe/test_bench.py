@@ -28,8 +28,8 @@ KEY = Key("NVIDIA H200", 2, 6144, 2048, 32, 8)
 
 
 def test_variants_are_read_from_text() -> None:
-    found = Variant.parse("side_sms=12,shares=2:1,leave_sms=0,dispatch=nccl,combine=nccl,order=own_first")
-    assert (found.side_sms, found.shares, found.leave_sms, found.order) == (12, (2, 1), False, "own_first")
+    found = Variant.parse("side_sms=12,shares=2:1,leave_sms=0,dispatch=nccl,combine=nccl,step_sms=8:16")
+    assert (found.side_sms, found.shares, found.leave_sms, found.step_sms) == (12, (2, 1), False, (8, 16))
     assert Variant.parse("") == Variant()
     for text in _moe_overlapped.VARIANTS:
         assert Variant.parse(text) != Variant() or text == "side_sms=16"
@@ -38,7 +38,7 @@ def test_variants_are_read_from_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sms=8", "--overlap has 'sms'; allowed are side_sms, leave_sms"),
+        ("sms=8", "--overlap has 'sms'; allowed are side_sms, step_sms"),
         ("dispatch=nccl", "go together"),
         ("rows=some", "allowed are exact, worst_case"),
     ],
@@ -257,7 +257,7 @@ def test_rows_that_the_gemms_will_have_under_even_routing() -> None:
     """8,192 tokens a rank: 32,768 pairs of own and of peers' tokens; halves have 512 of each expert, whole tiles."""
     shape = Layer(hidden=6144, intermediate=2048, experts=64, top_k=8, ranks=2)
     variants = [
-        Variant.parse(text) for text in ("side_sms=16", "side_sms=12,shares=3:1", "side_sms=8,leave_sms=0")
+        Variant.parse(text) for text in ("side_sms=16", "side_sms=12,shares=3:1", "step_sms=8,leave_sms=0")
     ]
     assert _moe_compile.rows_by_side_sms(shape, (8192,), variants) == {
         0: (16_384, 32_768, 65_536),

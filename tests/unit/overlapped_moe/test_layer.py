@@ -224,5 +224,7 @@ def test_what_does_not_fit_is_refused() -> None:
         moe(small.x, small.ids, small.weights, checkpoint(1, LOCAL, 512, WIDTH), torch.empty_like(small.x))
     with pytest.raises(ValueError, match="must be even"):
         Options(side_sms=7)
+    with pytest.raises(ValueError, match="at least 2, and side_sms not 0"):
+        Options(side_sms=0, step_sms=(8,))
     with pytest.raises(ValueError, match="dispatch is 'nccl'"):
         Symmetric(plan.geometry, lambda size: None, dispatch="nccl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from glm_kernels.overlapped_moe.layer import Options
 from glm_kernels.overlapped_moe.plan import Geometry, Plan, exact_plan, worst_case_plan
 from glm_kernels.overlapped_moe.schedule import ORDERS, Kind, Op, gemm_order, schedule
 from hypothesis import given
@@ -126,6 +127,24 @@ def test_orders_on_two_ranks() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="order is 'best'; allowed are peers_second, peers_early, own_first"):
         gemm_order(plan, "best")
+
+
+def test_steps_count_the_gemms_and_what_runs_beside_them() -> None:
+    """Two ranks: both other sources are placed beside the first GEMM, each activation runs beside the GEMM after it."""
+    plan = exact_plan(Geometry(2, 0, 1, 1, 128, 128, 512), [[256], [256], [512]])
+    ops = schedule(plan)
+    assert [op.step for op in ops if op.kind in GEMMS] == list(range(6))
+    beside = {(op.kind, op.index): op.step for op in ops if op.stream == "side"}
+    assert beside == {
+        (Kind.PLACE, 1): 0,
+        (Kind.PLACE, 2): 0,
+        (Kind.SWIGLU, 0): 1,
+        (Kind.SWIGLU, 2): 2,
+        (Kind.SWIGLU, 1): 3,
+        (Kind.REDUCE, 2): 4,
+    }
+    options = Options(side_sms=12, step_sms=(16, 8))
+    assert [options.sms(step) for step in range(4)] == [16, 8, 12, 12]
 
 
 def test_an_activation_that_the_next_gemm_waits_for_has_all_sms() -> None:
