@@ -101,7 +101,7 @@ def _run(request: Request) -> int:
         _check_contract(chosen)
         environment = _set_environment(request, chosen, listener.folder, known)
         moe = moe_choice.decide(request, chosen.platform)
-        os.environ[settings.MOE.name] = moe.path
+        moe.hand_down()
         filled = launch_defaults.fill(request, chosen.platform, moe)
         arguments = command_line.as_argv({value.field: value.value for value in filled})
         arguments += command_line.for_sglang(request, listener.folder)

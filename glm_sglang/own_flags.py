@@ -49,7 +49,7 @@ NO_DEFAULTS = OwnFlag(
 
 MOE = OwnFlag(
     option="--glm-moe",
-    text="how MoE layers run: auto (MegaMoE where it is verified: SM90, FP8 blocks, --ep-size above 1), "
+    text="how MoE layers run: auto (MegaMoE where its kernel is measured: SM90, FP8 blocks, --ep-size above 1), "
     "megamoe, or stock (SGLang's own expert parallelism)",
     metavar="PATH",
     variable=settings.MOE,

@@ -59,9 +59,15 @@ START_METHOD = Variable(
 )
 MOE = Variable(
     name="GLM_SGLANG_MOE",
-    meaning="how MoE layers run: MegaMoE where it is verified, MegaMoE, or SGLang's own expert parallelism",
+    meaning="how MoE layers run: MegaMoE where its kernel is measured, MegaMoE, or SGLang's own expert parallelism",
     default="auto",
     allowed=("auto", "megamoe", "stock"),
+)
+MOE_REASON = Variable(
+    name="GLM_SGLANG_MOE_REASON",
+    meaning="why the launcher chose the path in GLM_SGLANG_MOE",
+    default="not started by this fork's launcher",
+    internal=True,
 )
 CACHE_URL = Variable(
     name="GLM_SGLANG_CACHE_URL",
@@ -117,6 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
     INDEX_KEYS,
     START_METHOD,
     MOE,
+    MOE_REASON,
     PREFILL_GRAPH,
     PREFILL_GRAPH_BUCKETS,
     VERIFY_GRAPHS,

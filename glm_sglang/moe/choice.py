@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from glm_sglang import checkpoint_check, settings
+from glm_sglang import checkpoint_check, own_flags, settings
 from glm_sglang.command_line import Request
 from glm_sglang.errors import UsageError
 from glm_sglang.moe import refusals
-from glm_sglang.moe.facts import CAP_VARIABLE, DEFAULT_CAP, FIELDS, Checkpoint, Facts
+from glm_sglang.moe.facts import CAP_VARIABLE, DEFAULT_CAP, FIELDS, NUMBERS, VARIABLES, Checkpoint, Facts
 from glm_sglang.platform_choice import PlatformName, visible_devices
 
 MEGAMOE, STOCK = "megamoe", "stock"
@@ -32,6 +32,16 @@ class Decision:
         """As JSON."""
         return asdict(self)
 
+    def hand_down(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Tells the processes that this one will start; `handed_down` reads it there."""
+        environ[settings.MOE.name] = self.path
+        environ[settings.MOE_REASON.name] = self.reason
+
+
+def handed_down(environ: Mapping[str, str] = os.environ) -> Decision:
+    """What the launcher decided; of a server that it did not start, what the environment asks for."""
+    return Decision(settings.read(settings.MOE, environ), settings.read(settings.MOE_REASON, environ))
+
 
 def decide(request: Request, platform: PlatformName, environ: Mapping[str, str] = os.environ) -> Decision:
     """The path for this command line. Raises UsageError for flags that exclude each other or what cannot work."""
@@ -50,6 +60,11 @@ def decide(request: Request, platform: PlatformName, environ: Mapping[str, str] 
     asked = wanted == MEGAMOE or backend == MEGAMOE or alias
     if not asked and backend is not None:
         return Decision(STOCK, f"--moe-a2a-backend {backend}")
+    if not asked and request.has(own_flags.NO_DEFAULTS):
+        return Decision(
+            STOCK,
+            f"{own_flags.NO_DEFAULTS.option}, and neither {own_flags.MOE.option} nor a backend is given",
+        )
     config = _config(request)
     if config is None:
         if asked:
@@ -62,28 +77,37 @@ def decide(request: Request, platform: PlatformName, environ: Mapping[str, str] 
 
 
 def verdict(found: Facts, *, asked: bool) -> Decision:
-    """MegaMoE where it is asked for, or verified and wanted by the parallelism; raises UsageError where it can't be."""
+    """MegaMoE where it is asked for, or the kernel is measured and the parallelism wants it.
+
+    Raises UsageError where it is asked for and can't be.
+    """
     reasons = refusals.find(found)
     if asked:
         if reasons:
             raise UsageError("MegaMoE cannot run here: " + "; ".join(reasons))
-        return Decision(MEGAMOE, _asked(found))
+        return Decision(MEGAMOE, f"asked for; {_measured(found)}")
     if found.platform != "cuda":
         return Decision(STOCK, "the reference platform runs MegaMoE's reference with --glm-moe megamoe only")
     if found.number("ep_size") < 2:
         return Decision(STOCK, "no expert parallelism is asked for (--ep-size)")
     if reasons:
         return Decision(STOCK, reasons[0])
-    if found.capability not in refusals.VERIFIED:
-        return Decision(STOCK, "built and never measured on this GPU; --glm-moe megamoe runs it")
-    return Decision(MEGAMOE, "verified for FP8 blocks with expert parallelism on SM90")
+    if found.capability not in refusals.MEASURED:
+        return Decision(STOCK, f"{_measured(found)}; --glm-moe megamoe runs it")
+    return Decision(MEGAMOE, _measured(found))
 
 
-def _asked(found: Facts) -> str:
-    if found.platform != "cuda":
-        return "asked for; the exact reference over gloo"
-    verified = found.capability in refusals.VERIFIED
-    return "asked for" if verified else "asked for; built and never measured on this GPU"
+def _measured(found: Facts) -> str:
+    """What is known of this GPU and this EP size; EP sizes that no machine was at hand for are said to be so."""
+    if found.platform != "cuda" or found.capability is None:
+        return "the exact reference over gloo"
+    gpu, ranks = "SM{}{}".format(*found.capability), found.ranks()
+    sizes = refusals.MEASURED.get(found.capability)
+    if sizes is None:
+        return f"built and never measured on {gpu}"
+    said = " and ".join(f"EP{size}" for size in sizes)
+    known = f"FP8 blocks on {gpu} were compared with the reference and measured with {said}"
+    return known if ranks in sizes else f"{known}; EP{ranks} runs the same code and was not measured"
 
 
 def facts(
@@ -95,7 +119,7 @@ def facts(
 ) -> Facts:
     """What the command line says, as far as SGLang has not resolved it yet. Raises UsageError for a bad number."""
     flags: dict[str, Any] = {name: request.given[name] for name in FIELDS if name in request.given}
-    for name in ("tp_size", "ep_size", "moe_dp_size", "nnodes", "attn_cp_size", "ep_num_redundant_experts"):
+    for name in NUMBERS:
         if name in flags:
             flags[name] = number(f"--{name.replace('_', '-')}", flags[name])
     return Facts(
@@ -104,12 +128,18 @@ def facts(
         checkpoint=checkpoint,
         flags=flags,
         cap=cap(environ),
+        variables=variables(environ),
     )
 
 
 def cap(environ: Mapping[str, str] = os.environ) -> int:
     """The most tokens that one rank brings to one kernel call. Raises UsageError for no whole number."""
     return number(CAP_VARIABLE, environ.get(CAP_VARIABLE) or DEFAULT_CAP)
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """SGLang's variables that refusals ask for, where they are set."""
+    return {name: environ[name] for name in VARIABLES if name in environ}
 
 
 def number(name: str, value: Any) -> int:

@@ -3,9 +3,9 @@
 calls   MoE layers run, on every rank.
 tokens  tokens of the passes times MoE layers, counted on one rank of each group that shares a batch: padding and
         copies count nothing, so the sum over ranks is exact.
-chunks  kernel calls, on every rank; of `stock` and of replayed graphs, which are not seen from here, none.
-rows    rows handed to the kernel, on every rank: padding and copies included.
-path    megamoe, or stock; `megamoe-graph` where a captured graph ran and Python did not.
+chunks  kernel calls, on every rank; of `stock`, none.
+rows    rows handed to the kernel, on every rank: padding and copies included; of `stock`, none.
+path    megamoe, or stock; `megamoe-graph` where a captured graph ran and Python did not: what its capture counted.
 
 Counts are kept as plain numbers and written once a pass: a metric costs microseconds, a pass has 75 layers.
 """
@@ -16,6 +16,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+PATHS = ("megamoe", "megamoe-graph", "stock")
 NAMES = {
     "calls": "MoE layers run",
     "tokens": "Tokens times MoE layers",
@@ -45,9 +46,10 @@ class Count:
 
 @dataclass(slots=True)
 class Counters:
-    """This process's counts: `open` of the pass under way, `totals` by path."""
+    """This process's counts: `open` of the pass under way (`replayed`: from a graph), `totals` by path."""
 
     open: Count = field(default_factory=Count)
+    replayed: bool = False
     totals: dict[str, Count] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -57,31 +59,42 @@ class Counters:
         self.open.rows += rows
         self.open.chunks += chunks
 
-    def discard(self) -> None:
-        """Forgets the open pass: a capture or a warm-up computed nothing for anybody."""
-        self.open = Count()
+    def replay(self, captured: Count) -> None:
+        """A graph ran whose capture counted this."""
+        self.open.add(captured)
+        self.replayed = True
+
+    def discard(self) -> Count:
+        """Forgets the open pass, and returns it: a capture or a warm-up computed nothing for anybody."""
+        done, self.open, self.replayed = self.open, Count(), False
+        return done
 
     def close(self, *, path: str, layers: int, tokens: int) -> None:
-        """A pass of `tokens` tokens through `layers` MoE layers ended. What no layer reported was replayed."""
-        done, self.open = self.open, Count()
-        if not done.calls and path == "megamoe":
+        """A pass of `tokens` tokens through `layers` MoE layers ended."""
+        replayed, done = self.replayed, self.discard()
+        if path == "megamoe" and (replayed or not done.calls):
             path = "megamoe-graph"
         done.calls = done.calls or layers
         done.tokens = tokens * layers
         self.totals.setdefault(path, Count()).add(done)
-        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        if self.metrics:
             self._write(path, done)
 
-    def _write(self, path: str, done: Count) -> None:
-        if not self.metrics:
-            from prometheus_client import Counter
+    def publish(self) -> None:
+        """Makes the metrics, every path at 0, where SGLang's are on: called once, before the first pass."""
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            return
+        from prometheus_client import Counter
 
-            self.metrics = {
-                name: Counter(f"glm_sglang:moe_{name}", text, ("path",)) for name, text in NAMES.items()
-            }
+        self.metrics = {
+            name: Counter(f"glm_sglang:moe_{name}", text, ("path",)) for name, text in NAMES.items()
+        }
+        for path in PATHS:
+            self._write(path, Count())
+
+    def _write(self, path: str, done: Count) -> None:
         for name, value in done.as_dict().items():
-            if value:
-                self.metrics[name].labels(path=path).inc(value)
+            self.metrics[name].labels(path=path).inc(value)
 
     def report(self) -> dict[str, dict[str, int]]:
         """Totals by path, for /server_info."""

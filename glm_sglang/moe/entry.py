@@ -43,10 +43,10 @@ def judge(server_args: Any, previous: Callable[[Any], None]) -> None:
     view = resolving_view(server_args)
     backend = view.moe_a2a_backend
     if backend != choice.MEGAMOE:
-        if state.decided() == choice.MEGAMOE:
+        if choice.handed_down().path == choice.MEGAMOE:
             raise UsageError(
-                f"--glm-moe megamoe was decided, and SGLang made --moe-a2a-backend {backend} of it; another flag asks "
-                "for that backend (--cp-strategy zigzag does): change it, or use --glm-moe stock"
+                f"MegaMoE was decided, and SGLang made --moe-a2a-backend {backend} of it; another flag asks for that "
+                "backend (--cp-strategy zigzag does): change it, or use --glm-moe stock"
             )
         previous(server_args)
         return
@@ -56,8 +56,9 @@ def judge(server_args: Any, previous: Callable[[Any], None]) -> None:
         platform="cuda" if platform == "cuda" else "reference",
         capability=choice.capability(platform),
         checkpoint=Checkpoint.of(config),
-        flags={name: getattr(view, name, None) for name in FIELDS},
+        flags={name: getattr(view, name) for name in FIELDS},
         cap=choice.cap(),
+        variables=choice.variables(),
     )
     if reasons := refusals.find(facts):
         raise UsageError("MegaMoE cannot run here: " + "; ".join(reasons))
@@ -86,6 +87,8 @@ def registered() -> bool:
 def arrange_weights(original: Callable[[Any, Any], None], method: Any, layer: Any) -> None:
     """Around Fp8MoEMethod.process_weights_after_loading_block_quant: MegaMoE's layout, after the first load and each
     other.
+
+    What cannot be arranged ends the start (ValueError); of an update it is noted, for `updates.answer` to say.
     """
     arch = state.arch()
     if arch is None or not state.active():
@@ -93,7 +96,15 @@ def arrange_weights(original: Callable[[Any, Any], None], method: Any, layer: An
         return
     from glm_sglang.moe.weights import arrange
 
-    arrange(layer, arch)
+    running = state.running()
+    unfinished = {} if running is None else running.unfinished
+    unfinished.pop(layer.layer_id, None)
+    try:
+        arrange(layer, arch)
+    except ValueError as error:
+        if running is None:
+            raise
+        unfinished[layer.layer_id] = str(error)
 
 
 def after_load(result: Any, runner: Any, *_: Any, **__: Any) -> None:
@@ -187,10 +198,14 @@ def _routed(
 
 
 def forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ModelRunner.forward: counts the pass."""
+    """Around ModelRunner.forward: counts the pass. Raises RuntimeError where weights are not whole."""
     running = state.running()
     if running is None or runner.is_draft_worker:
         return original(runner, batch, *args, **kwargs)
+    if running.blocked:
+        raise RuntimeError(
+            f"MegaMoE: generation was continued with experts that are not whole: {running.blocked}"
+        )
     tokens = _tokens(batch)
     running.counters.discard()
     result = original(runner, batch, *args, **kwargs)

@@ -11,6 +11,10 @@ from glm_sglang.upstream.hooks import Hook, Registration
 
 _ENTRY = "glm_sglang.moe.entry"
 _MEGA = "sglang.srt.layers.moe.mega_moe"
+_LOADER = "sglang.srt.model_loader.loader"
+_BACKENDS = "sglang.srt.model_executor.runner_backend"
+_UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_ENGINE = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
 _MOE = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
 
 HOOKS: tuple[Hook, ...] = (
@@ -49,7 +53,15 @@ HOOKS: tuple[Hook, ...] = (
         function=f"{_ENTRY}:arrange_weights",
         why="it arranges SM90 weights once, so a second load is not arranged, and FP8 weights for SM100 never",
         remove_when="it builds FP8 weights for SM100 and arranges again what was loaded again",
-        also=("sglang.srt.layers.moe.mega_moe_sm90.build_sm90_mega_moe_experts_weights",),
+        also=(
+            "sglang.srt.layers.moe.mega_moe_sm90.build_sm90_mega_moe_experts_weights",
+            # refusals.LOAD_FORMATS
+            f"{_LOADER}.get_model_loader",
+            f"{_LOADER}.DefaultModelLoader.load_model",
+            f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess",
+            f"{_LOADER}.DummyModelLoader.load_model",
+            f"{_LOADER}.RunaiModelStreamerLoader.load_model",
+        ),
         platform="cuda",
     ),
     Hook(
@@ -80,6 +92,39 @@ HOOKS: tuple[Hook, ...] = (
         function=f"{_ENTRY}:forward",
         why="calls, tokens, chunks and rows of the MoE layers are counted by path",
         remove_when="SGLang counts which path its MoE layers took",
+    ),
+    *(
+        Hook(
+            target=f"{_BACKENDS}.{backend}.{name}",
+            kind="around",
+            function=f"glm_sglang.moe.graphs:{name}",
+            why="a replayed graph runs no Python, so its MoE layers' calls and rows are those that its capture counted",
+            remove_when="SGLang counts which path its MoE layers took",
+            platform="cuda",
+        )
+        for backend in (
+            "full_cuda_graph_backend.FullCudaGraphBackend",
+            "breakable_cuda_graph_backend.BreakableCudaGraphBackend",
+        )
+        for name in ("capture_one", "replay")
+    ),
+    *(
+        Hook(
+            target=f"{_UPDATES}.{name}",
+            kind="around",
+            function="glm_sglang.moe.updates:answer",
+            why="a half-loaded expert on one rank ends its scheduler, or is a success; all ranks must answer alike",
+            remove_when="process_weights_after_loading can refuse an update on all ranks alike",
+            also=also,
+        )
+        for name, also in (
+            ("end_weight_update", ("sglang.srt.managers.scheduler.Scheduler.pause_generation",)),
+            ("update_weights_from_disk", ()),
+            (
+                "update_weights_from_ipc",
+                (f"{_ENGINE}.SGLangCheckpointEngineWorkerExtensionImpl.get_post_hook",),
+            ),
+        )
     ),
     Hook(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from glm_kernels.mega_moe.buffer import SM90_TOKEN_ALIGNMENT
 from glm_kernels.mega_moe.limits import Arch, check_shape
 
-from glm_sglang.moe.facts import CAP_VARIABLE, Facts
+from glm_sglang.moe.facts import CAP_VARIABLE, FUSE_SHARED, SKIP_GATHER, Facts
 
 BACKEND = "--moe-a2a-backend"
 STOCK = "use --glm-moe stock"
@@ -19,8 +19,29 @@ BLOCK = (128, 128)
 
 # UPSTREAM: SM103 runs the SM100 kernel.
 ARCHS: dict[tuple[int, int], Arch] = {(9, 0): Arch.SM90, (10, 0): Arch.SM100, (10, 3): Arch.SM100}
-VERIFIED: tuple[tuple[int, int], ...] = ((9, 0),)
-"""Compute capabilities whose kernel ran and was compared with the reference."""
+MEASURED: dict[tuple[int, int], tuple[int, ...]] = {(9, 0): (2,)}
+"""EP sizes by compute capability with which a server ran, its answers compared and its speed measured.
+
+benchmarks/results/h200x2: moe_layer, moe_server, moe_server_layouts, eight_gpus.
+"""
+
+LOAD_FORMATS = (
+    "auto",
+    "dummy",
+    "fastsafetensors",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "safetensors",
+)
+"""Load formats whose loader arranges weights after it has all their bytes.
+
+UPSTREAM: get_model_loader gives DefaultModelLoader, DummyModelLoader or RunaiModelStreamerLoader for these. Others call
+process_weights_after_loading on an empty model and copy over it (sharded_state, presharded, remote, remote_instance),
+never call it (layered), or hold other weights than FP8 blocks.
+"""
 
 
 def find(facts: Facts) -> list[str]:
@@ -29,7 +50,7 @@ def find(facts: Facts) -> list[str]:
 
 
 def _parallelism(facts: Facts) -> Iterator[str]:
-    ranks = facts.number("tp_size")
+    ranks = facts.ranks()
     if ranks < 2:
         yield f"--tp-size is {ranks}: MegaMoE spreads experts over the ranks of one --tp-size, at least 2"
     ep = facts.number("ep_size")
@@ -37,6 +58,11 @@ def _parallelism(facts: Facts) -> Iterator[str]:
         yield f"--ep-size is {ep}; MegaMoE spreads experts over all ranks: leave it out or give --tp-size, {ranks}"
     if facts.number("moe_dp_size") > 1:
         yield f"--moe-dp-size is {facts.flags['moe_dp_size']}; allowed with {BACKEND} megamoe: 1"
+    if facts.number("pp_size") > 1:
+        yield f"--pp-size is {facts.flags['pp_size']}; MegaMoE was never tried in stages: leave it out, or {STOCK}"
+    if facts.number("dwdp_size") > 1:
+        # UPSTREAM: handle_dwdp sets the backend to none.
+        yield f"--dwdp-size is {facts.flags['dwdp_size']}, which moves weights and not tokens: leave it out, or {STOCK}"
     if facts.platform == "cuda" and facts.number("nnodes") > 1:
         yield (
             f"--nnodes is {facts.flags['nnodes']}; the kernel reads its peers' memory over NVLink: keep --tp-size "
@@ -63,15 +89,15 @@ def _checkpoint(facts: Facts) -> Iterator[str]:
                 hidden=checkpoint.hidden,
                 intermediate=checkpoint.intermediate,
                 experts=checkpoint.experts,
-                ranks=max(1, facts.number("tp_size")),
+                ranks=max(1, facts.ranks()),
                 top_k=checkpoint.top_k,
             )
         except ValueError as error:
             yield str(error)
         if facts.cap < SM90_TOKEN_ALIGNMENT:
             yield f"{CAP_VARIABLE} is {facts.cap}, allowed: {SM90_TOKEN_ALIGNMENT} (the kernel's alignment) or more"
-    elif checkpoint.experts % max(1, facts.number("tp_size")):
-        yield f"n_routed_experts is {checkpoint.experts}; it must be a multiple of --tp-size, {facts.number('tp_size')}"
+    elif checkpoint.experts % max(1, facts.ranks()):
+        yield f"n_routed_experts is {checkpoint.experts}; it must be a multiple of --tp-size, {facts.ranks()}"
     if facts.cap < 1:
         yield f"{CAP_VARIABLE} is {facts.cap}, allowed: 1 or more"
 
@@ -80,11 +106,59 @@ def _context_parallelism(facts: Facts) -> Iterator[str]:
     if facts.on("enable_prefill_cp") and facts.flags.get("cp_strategy") == "zigzag":
         # UPSTREAM: model_overrides/deepseek_v2.py rewrites the backend to deepep for zigzag.
         yield "--cp-strategy is zigzag, with which SGLang runs DeepEP; allowed with MegaMoE: interleave"
-    if facts.on("enable_prefill_cp") and facts.number("attn_dp_size") > 1:
+
+
+def _attention_dp(facts: Facts) -> Iterator[str]:
+    groups, said = facts.attention_dp()
+    if groups < 2:
+        return
+    if facts.on("enable_prefill_cp"):
         yield (
-            f"--attn-dp-size is {facts.flags['attn_dp_size']} beside --enable-prefill-cp; a shard's padded size is not "
-            f"known on the other DP ranks: give one of them, or {STOCK}"
+            f"{said} beside --enable-prefill-cp; a shard's padded size is not known on the other DP ranks: give one of "
+            f"them, or {STOCK}"
         )
+    if facts.true(SKIP_GATHER):
+        yield (
+            f"{SKIP_GATHER} is {facts.variables[SKIP_GATHER]} and {said}; no rank would know how often the others call "
+            f"the kernel: unset the variable, or {STOCK}"
+        )
+
+
+def _loading(facts: Facts) -> Iterator[str]:
+    given = facts.flags.get("load_format") or "auto"
+    load_format = str(getattr(given, "value", given)).lower()
+    if load_format not in LOAD_FORMATS:
+        yield (
+            f"--load-format is {load_format}; MegaMoE needs a loader that arranges experts after it has read them: "
+            f"{', '.join(LOAD_FORMATS)}, or {STOCK}"
+        )
+    mode = facts.flags.get("weight_cache_mode") or "off"
+    if mode != "off":
+        yield f"--weight-cache-mode is {mode}, with weights that another process arranged; allowed with MegaMoE: off"
+    seed = "remote_instance_weight_loader_start_seed_via_transfer_engine"
+    if facts.on(seed):
+        yield f"--{seed.replace('_', '-')}: others would read experts in MegaMoE's order: leave it out, or {STOCK}"
+
+
+def _experts_that_leave(facts: Facts) -> Iterator[str]:
+    for name in ("cpu_offload_gb", "offload_group_size"):
+        if facts.number(name, 0) > 0:
+            yield (
+                f"--{name.replace('_', '-')} is {facts.flags[name]}; the kernel reads experts where they were arranged, "
+                f"in GPU memory: leave it out, or {STOCK}"
+            )
+    if facts.on("enable_paged_experts"):
+        yield f"--enable-paged-experts: the kernel reads every expert in GPU memory: leave it out, or {STOCK}"
+
+
+def _shared_experts(facts: Facts) -> Iterator[str]:
+    name = "disable_shared_experts_fusion"
+    if name in facts.flags and not facts.on(name):
+        yield f"--disable-shared-experts-fusion is off; MegaMoE for FP8 runs shared experts apart: give it, or {STOCK}"
+    if facts.on("enforce_shared_experts_fusion"):
+        yield f"--enforce-shared-experts-fusion: MegaMoE for FP8 runs shared experts apart: leave it out, or {STOCK}"
+    if facts.true(FUSE_SHARED):
+        yield f"{FUSE_SHARED} is {facts.variables[FUSE_SHARED]}; allowed with MegaMoE's FP8 experts: 0, or unset"
 
 
 def _overlap(facts: Facts) -> Iterator[str]:
@@ -119,6 +193,10 @@ RULES: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _parallelism,
     _checkpoint,
     _context_parallelism,
+    _attention_dp,
+    _loading,
+    _experts_that_leave,
+    _shared_experts,
     _overlap,
     _experts_that_move,
     _adapters_and_drafts,

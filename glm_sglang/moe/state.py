@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from glm_kernels.mega_moe.buffer import SM90_TOKEN_ALIGNMENT
 from glm_kernels.mega_moe.chunks import buffer_capacity
 from glm_kernels.mega_moe.limits import Arch
 
-from glm_sglang import platform_choice, settings
+from glm_sglang import platform_choice
 from glm_sglang.moe import choice, refusals
 from glm_sglang.moe.counters import Counters
 from glm_sglang.moe.kernels import Geometry, build
 from glm_sglang.moe.layer import RoutedExperts
 from glm_sglang.moe.rows import Attention, largest
-from glm_sglang.moe.weights import ATTRIBUTE
+from glm_sglang.moe.weights import ATTRIBUTE, arrange
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Running:
-    """What this rank's MoE layers run on; `routed` is None for SGLang's own path."""
+    """What this rank's MoE layers run on, and why; `routed` is None for SGLang's own path."""
 
     path: str
+    reason: str
     layers: int
     counters: Counters
     routed: RoutedExperts | None = None
+    # Of weight updates: by layer, what this rank could not arrange; what no rank may compute with, and whether the
+    # caller had paused generation before that was found.
+    unfinished: dict[int, str] = field(default_factory=dict)
+    blocked: str = ""
+    paused_before: bool = False
 
     def report(self) -> dict[str, Any]:
         """For /server_info."""
-        found: dict[str, Any] = {"path": self.path, "layers": self.layers, "counts": self.counters.report()}
+        found: dict[str, Any] = {
+            "path": self.path,
+            "reason": self.reason,
+            "layers": self.layers,
+            "counts": self.counters.report(),
+        }
         if self.routed is not None:
             found |= {
                 "kernel": self.routed.kernel.name,
@@ -74,8 +85,10 @@ def set_up(model: Any) -> Running:
     """
     global _running
     layers = list(moe_layers(model))
+    reason = choice.handed_down().reason
     if not active() or not layers:
-        _running = Running(choice.STOCK, len(layers), Counters())
+        _running = Running(choice.STOCK, reason, len(layers), Counters())
+        _running.counters.publish()
         return _running
     for layer in layers:
         _check(layer)
@@ -93,7 +106,8 @@ def set_up(model: Any) -> Running:
     )
     group = get_parallel().moe_ep_group.device_group
     routed = RoutedExperts(build(arch(), group, geometry), capacity, attention(), get_dp_global_num_tokens)
-    _running = Running(choice.MEGAMOE, len(layers), routed.counters, routed)
+    _running = Running(choice.MEGAMOE, reason, len(layers), routed.counters, routed)
+    _running.counters.publish()
     logger.info(
         "MegaMoE (%s): %d layers, %d tokens a rank and call, buffer %.2f GiB, allocated before the KV pool",
         routed.kernel.name,
@@ -121,10 +135,19 @@ def _check(layer: Any) -> None:
         raise RuntimeError(
             "SGLANG_OPT_DEEPGEMM_MEGA_MOE_FUSE_SHARED_EXPERTS put a layer's shared experts into the kernel; set it to 0"
         )
-    if arch() is not None and not hasattr(layer.experts, ATTRIBUTE):
+    family = arch()
+    if family is None:
+        return
+    if not hasattr(layer.experts, ATTRIBUTE):
         raise RuntimeError(
             f"layer {layer.layer_id}'s experts are no FP8 blocks that MegaMoE runs ({type(layer.experts).__name__} with "
             f"{type(layer.experts.quant_method).__name__}); use --glm-moe stock"
+        )
+    # Nothing is left to arrange, unless somebody wrote weights after they were arranged: in which order, who knows.
+    if late := arrange(layer.experts, family):
+        raise RuntimeError(
+            f"{late} experts of layer {layer.layer_id} were written after they were arranged for MegaMoE; its loader "
+            "must arrange last (--load-format auto does), or use --glm-moe stock"
         )
 
 
@@ -149,8 +172,3 @@ def tokens_a_call() -> int:
         attention=attention(),
     )
     return buffer_capacity(rows, choice.cap(), 1 if arch() is None else SM90_TOKEN_ALIGNMENT)
-
-
-def decided() -> str:
-    """What the launcher decided, handed down."""
-    return settings.read(settings.MOE)

@@ -13,7 +13,7 @@ from glm_sglang import launch_defaults
 from glm_sglang.command_line import parse
 from glm_sglang.errors import UsageError
 from glm_sglang.moe import choice, refusals
-from glm_sglang.moe.facts import CAP_VARIABLE, Checkpoint, Facts
+from glm_sglang.moe.facts import CAP_VARIABLE, FIELDS, FUSE_SHARED, SKIP_GATHER, VARIABLES, Checkpoint, Facts
 from glm_sglang.tiny_model.shape import PRESETS, hf_config
 
 GLM = Checkpoint(hidden=6144, intermediate=2048, experts=256, top_k=8, block=(128, 128))
@@ -32,6 +32,9 @@ def test_a_node_of_eight_h200_is_accepted() -> None:
     assert refusals.find(facts()) == []
     assert refusals.find(facts(enable_prefill_cp=True, cp_strategy="interleave", attn_cp_size=8)) == []
     assert refusals.find(facts(attn_dp_size=8)) == []
+    assert refusals.find(facts(dp_size=2)) == []  # replicas
+    assert refusals.find(facts(enable_dp_attention=True, dp_size=8)) == []
+    assert refusals.find(facts(disable_shared_experts_fusion=True, weight_cache_mode="off")) == []
     assert refusals.find(facts(None)) == []
 
 
@@ -46,6 +49,17 @@ def test_a_node_of_eight_h200_is_accepted() -> None:
         ({"dtype": "float16"}, "--dtype"),
         ({"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "--cp-strategy"),
         ({"enable_prefill_cp": True, "attn_dp_size": 2}, "--attn-dp-size"),
+        ({"enable_prefill_cp": True, "enable_dp_attention": True, "dp_size": 2}, "--enable-dp-attention"),
+        ({"enable_prefill_cp": True, "dp_size": 2}, "--dp-size is 2"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dwdp_size": 8}, "--dwdp-size"),
+        ({"weight_cache_mode": "client"}, "--weight-cache-mode"),
+        ({"remote_instance_weight_loader_start_seed_via_transfer_engine": True}, "-seed-via-transfer-engine"),
+        ({"cpu_offload_gb": 10}, "--cpu-offload-gb"),
+        ({"offload_group_size": 4}, "--offload-group-size"),
+        ({"enable_paged_experts": True}, "--enable-paged-experts"),
+        ({"disable_shared_experts_fusion": False}, "--disable-shared-experts-fusion"),
+        ({"enforce_shared_experts_fusion": True}, "--enforce-shared-experts-fusion"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap"),
         ({"enable_eplb": True}, "--enable-eplb"),
@@ -86,20 +100,56 @@ def test_gpus_and_caps() -> None:
     assert refusals.find(replace(facts(None), cap=1)) == []
 
 
-def test_auto_takes_what_is_verified_and_says_why_not() -> None:
-    assert choice.verdict(facts(), asked=False).path == choice.MEGAMOE
+def test_variables_are_read_as_sglang_reads_them() -> None:
+    skip = {SKIP_GATHER: "Yes"}
+    assert SKIP_GATHER in refusals.find(replace(facts(attn_dp_size=2), variables=skip))[0]
+    assert (
+        refusals.find(replace(facts(), variables=skip)) == []
+    )  # without attention DP there is nothing to gather
+    assert refusals.find(replace(facts(attn_dp_size=2), variables={SKIP_GATHER: "0"})) == []
+    assert FUSE_SHARED in refusals.find(replace(facts(), variables={FUSE_SHARED: "1"}))[0]
+    assert refusals.find(replace(facts(), variables={FUSE_SHARED: "false"})) == []
+
+
+def test_sglang_knows_every_field_and_variable() -> None:
+    from sglang.srt.environ import envs
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(FIELDS) <= set(ServerArgs.__struct_fields__)
+    assert [name for name in VARIABLES if not hasattr(envs, name)] == []
+
+
+def test_auto_takes_what_is_measured_and_says_how_far() -> None:
+    two = choice.verdict(facts(tp_size=2, ep_size=2), asked=False)
+    assert two.path == choice.MEGAMOE
+    assert "SM90" in two.reason
+    assert "EP2" in two.reason
+    assert "not measured" not in two.reason
+    for ranks in (4, 8):
+        decision = choice.verdict(facts(tp_size=ranks, ep_size=ranks), asked=False)
+        assert decision.path == choice.MEGAMOE
+        assert f"EP{ranks} runs the same code and was not measured" in decision.reason
     for other, reason in (
         (facts(ep_size=1), "--ep-size"),
         (facts((10, 0)), "never measured"),
         (facts(None), "reference platform"),
         (facts(enable_eplb=True), "--enable-eplb"),
+        (facts(load_format="presharded"), "--load-format"),
     ):
         decision = choice.verdict(other, asked=False)
         assert decision.path == choice.STOCK
         assert reason in decision.reason
-    assert "never measured" in choice.verdict(facts((10, 0)), asked=True).reason
+    assert "never measured on SM100" in choice.verdict(facts((10, 0)), asked=True).reason
     with pytest.raises(UsageError, match="--enable-eplb"):
         choice.verdict(facts(enable_eplb=True), asked=True)
+
+
+def test_the_reason_reaches_the_schedulers() -> None:
+    environ: dict[str, str] = {}
+    assert "not started by" in choice.handed_down(environ).reason
+    decision = choice.Decision("megamoe", "because")
+    decision.hand_down(environ)
+    assert choice.handed_down(environ) == decision
 
 
 @pytest.fixture
@@ -111,6 +161,30 @@ def folder(tmp_path: Path) -> Path:
 def decide(folder: Path, moe: str, *argv: str) -> choice.Decision:
     request = parse(["--model-path", str(folder), *argv])
     return choice.decide(request, "reference", {"GLM_SGLANG_MOE": moe})
+
+
+@pytest.mark.parametrize(
+    ("argv", "path"),
+    [
+        ([], "megamoe"),
+        (["--load-format", "sharded_state"], "stock"),
+        (["--pp-size", "2"], "stock"),
+        (["--dwdp-size", "8"], "stock"),
+        (["--cpu-offload-gb", "4"], "stock"),
+        (["--enable-dp-attention", "--dp-size", "2"], "megamoe"),
+        (
+            ["--enable-dp-attention", "--dp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave"],
+            "stock",
+        ),
+        (["--glm-no-defaults"], "stock"),  # nothing is filled in, so SGLang would run no backend
+    ],
+)
+def test_auto_never_takes_what_would_end_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], path: str
+) -> None:
+    monkeypatch.setattr(choice, "capability", lambda platform: (9, 0))
+    request = parse(["--model-path", str(folder), "--tp", "8", "--ep", "8", *argv])
+    assert choice.decide(request, "cuda", {}).path == path
 
 
 def test_the_launcher_decides_and_fills_in(folder: Path) -> None:
