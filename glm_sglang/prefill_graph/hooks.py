@@ -147,7 +147,11 @@ HOOKS: tuple[Hook, ...] = (
         function=f"{_ROOM}.verify:after_capture",
         why="--glm-verify-graphs compares graphs with the eager model before the server is ready",
         remove_when="never",
-        also=(f"{_RUNNER}.capture_prepare",),
+        also=(
+            f"{_RUNNER}.capture_prepare",
+            "sglang.srt.managers.scheduler_components.dp_attn._update_gather_batch",
+            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch",
+        ),
         platform="cuda",
     ),
     Hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Literal
 from glm_sglang import settings
 from glm_sglang.errors import UsageError
 from glm_sglang.prefill_graph import buckets
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "strict", "off"]
 
@@ -46,12 +49,20 @@ def read(environ: Mapping[str, str] = os.environ) -> Options:
 def judge(platform: str, environ: Mapping[str, str] = os.environ) -> Options:
     """What the launcher was told, before anything heavy is imported.
 
-    Raises UsageError for a value that is not allowed, and for graphs that must be where none can be.
+    Raises UsageError for a value that is not allowed, for graphs that must be where none can be, and for a
+    verification of none.
     """
     asked = read(environ)
     if platform != "cuda" and (asked.strict or asked.verify):
         flag = "--glm-verify-graphs" if asked.verify else "--glm-prefill-graph strict"
         raise UsageError(f"{flag} needs a GPU, and this is the {platform} platform; leave it out")
+    if asked.verify and not asked.ours:
+        raise UsageError(
+            "--glm-verify-graphs compares this fork's graphs with the eager model, and --glm-prefill-graph is off; "
+            "give auto or strict, or leave --glm-verify-graphs out"
+        )
+    if asked.buckets is not None and not asked.ours:
+        logger.warning("prefill graph: --glm-prefill-graph-buckets is not used: --glm-prefill-graph is off")
     return asked
 
 

@@ -130,15 +130,15 @@ def settle(server_args: Any, previous: Step) -> None:
     config = resolving_view(server_args)
     backend = config.cuda_graph_config.prefill.backend
     if backend == "breakable":
+        _refuse_unverifiable(config)
         if getattr(server_args, "_glm_planned", False):
             _settle_plan(server_args, config)
         return
     if why := cp_size(config) > 1 and context_parallel.why_not(server_args):
         _without_graphs(why)
     elif cp_size(config) > 1 and not options.current().strict:
-        logger.warning(
-            "prefill graph: every step will run eagerly: graphs under context parallelism are built and never measured; "
-            "--glm-prefill-graph strict captures them"
+        _without_graphs(
+            "graphs under context parallelism are built and never measured; --glm-prefill-graph strict captures them"
         )
     else:
         _without_graphs(f"SGLang resolved --cuda-graph-backend-prefill to {backend} (its log says why)")
@@ -175,9 +175,25 @@ def _settle_plan(server_args: Any, config: Any) -> None:
         )
 
 
+def _refuse_unverifiable(config: Any) -> None:
+    if not options.current().verify:
+        return
+    reasons = (
+        (cp_size(config) > 1, "--enable-prefill-cp"),
+        (config.pp_size > 1, f"--pp-size {config.pp_size}"),
+    )
+    if flag := next((text for holds, text in reasons if holds), ""):
+        raise UsageError(
+            f"--glm-verify-graphs does not compare graphs under {flag}; leave one of the two out "
+            "(`python -m benchmarks.graph_equality` compares the answers of whole servers)"
+        )
+
+
 def _without_graphs(why: str) -> None:
     if options.current().strict:
         raise UsageError(f"--glm-prefill-graph is strict and {why}; change that, or give auto")
+    if options.current().verify:
+        raise UsageError(f"--glm-verify-graphs has no graphs to compare: {why}; change that, or leave it out")
     logger.warning("prefill graph: every step will run eagerly: %s", why)
 
 

@@ -31,12 +31,28 @@ def test_a_mode_that_does_not_exist_is_refused_by_its_flag() -> None:
 
 @pytest.mark.parametrize(
     ("environ", "flag"),
-    [({MODE: "strict"}, "--glm-prefill-graph strict"), ({VERIFY: "1"}, "--glm-verify-graphs")],
+    [({MODE: "strict"}, "--glm-prefill-graph strict"), ({MODE: "auto", VERIFY: "1"}, "--glm-verify-graphs")],
 )
 def test_graphs_that_must_be_are_refused_where_none_can_be(environ: dict[str, str], flag: str) -> None:
     assert options.judge("cuda", environ) == options.read(environ)
     with pytest.raises(UsageError, match=f"{flag} needs a GPU"):
         options.judge("reference", environ)
+
+
+def test_without_our_graphs_there_is_nothing_to_verify() -> None:
+    for environ in ({VERIFY: "1"}, {VERIFY: "1", MODE: "off"}):
+        with pytest.raises(UsageError, match="--glm-prefill-graph is off; give auto or strict"):
+            options.judge("cuda", environ)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "reference"])
+def test_buckets_without_our_graphs_are_said_to_be_unused(
+    caplog: pytest.LogCaptureFixture, platform: str
+) -> None:
+    options.judge(platform, {BUCKETS: "512", MODE: "auto"})
+    assert caplog.text == ""
+    options.judge(platform, {BUCKETS: "512"})
+    assert "--glm-prefill-graph-buckets is not used" in caplog.text
 
 
 def test_auto_and_off_are_fine_everywhere() -> None:

@@ -63,6 +63,7 @@ class Arguments:
                 "dsa_topk_backend": "sgl-kernel",
                 "dcp_size": 1,
                 "dp_size": 1,
+                "pp_size": 1,
                 "enable_kv_cache_sharding": False,
                 "enable_dsa_cache_layer_split": False,
                 "enable_unified_memory": False,
@@ -335,6 +336,37 @@ def test_strict_under_context_parallelism_names_the_draft_model(
     resolution.settle(arguments, nothing)
     assert "--speculative-algorithm EAGLE" in caplog.text
     assert "strict captures" not in caplog.text, "for it would not"
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend", "word"),
+    [
+        ({}, "disabled", "has no graphs to compare.*--cuda-graph-backend-prefill"),
+        (
+            {"enable_prefill_cp": True, "tp_size": 8},
+            "disabled",
+            "has no graphs to compare.*context parallelism",
+        ),
+        ({"enable_prefill_cp": True, "tp_size": 8}, "breakable", "under --enable-prefill-cp; leave one"),
+        ({"pp_size": 2}, "breakable", "under --pp-size 2; leave one"),
+    ],
+)
+def test_a_verification_of_nothing_ends_the_start(
+    chosen: Any, fields: dict[str, Any], backend: str, word: str
+) -> None:
+    chosen(mode="auto")
+    arguments = Arguments(**fields)
+    arguments.prefill.backend = backend
+    resolution.settle(arguments, nothing)
+    chosen(mode="auto", verify=True)
+    with pytest.raises(UsageError, match=f"--glm-verify-graphs.*{word}"):
+        resolution.settle(arguments, nothing)
+
+
+def test_where_memory_leaves_no_bucket_there_is_nothing_to_verify(chosen: Any) -> None:
+    chosen(memory=100.0, mode="auto", verify=True)
+    with pytest.raises(UsageError, match="--glm-verify-graphs has no graphs to compare"):
+        resolve(Arguments())
 
 
 def test_the_pool_holds_the_selection_and_every_ranks_kv_and_experts_the_rows_they_get() -> None:
