@@ -195,11 +195,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     def left() -> bool:
         return args.seconds is None or time.monotonic() - began < args.seconds
 
+    again = 0.0
+
     def note(outcome: Outcome) -> None:
-        if args.partial is not None:
-            beside = args.partial.with_name(f"{args.partial.name}.tmp")
-            beside.write_bytes(orjson.dumps(result(args, wanted, planned, endpoints, outcome)))
-            beside.replace(args.partial)
+        nonlocal again
+        if args.partial is None or (now := time.monotonic()) < again:
+            return
+        beside = args.partial.with_name(f"{args.partial.name}.tmp")
+        beside.write_bytes(orjson.dumps(result(args, wanted, planned, endpoints, outcome)))
+        beside.replace(args.partial)
+        # Intervals take seconds, and the servers wait meanwhile: a tenth of the time at most.
+        again = time.monotonic() + 9 * (time.monotonic() - now)
 
     makes = {name: maker(args, own) for name, own in wanted.items()}
     found = compare_cases(endpoints, args.bytes_per_token, args.text, makes, starting, left, note)
