@@ -1,7 +1,8 @@
 """What `benchmarks.moe_server` asks of the article's node: cold prefills, second turns, and traced steps, arm by arm.
 
-All servers of a part are up together and measured one at a time, with the same prompts. A prompt comes once to each
-server, but for what is meant to be cached.
+All servers of a part are up together and measured one at a time, with the same prompts; who is first rotates. A prompt
+comes once to each server, but for what is meant to be cached. Arms are compared turn by turn: with fewer than six turns
+there is a ratio and no interval. After the turns that every part must have, more follow while there is time.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import httpx
 
 from benchmarks import _gpu_trace, _result, gpu_idle, roofline
 from benchmarks._moe_servers import GPU, REFERENCE, Arm, Report, about, launch, node_chunk, tokens, went_well
+from benchmarks._turns import Ask, Series, compared, more
 from glm_sglang.tiny_model import PRESETS
 from glm_sglang.tiny_model.checkpoint import write
 from glm_sglang.tiny_model.shape import Shape, hf_config
 
 MODEL = "wide"
 POSITIONS = 163_840  # of the model: 128k tokens and a second turn
-QUEUES = 2
+QUEUES = 2  # turns at least, as for second turns; up to six while there is time
 TURNS = 3
 PUSHES = 3  # longest prompts that push everything else off the device (node_tokens)
 ANSWER_S = 90.0  # longest wait once an arm is warm: one that hangs must not take the others' time
@@ -132,64 +134,84 @@ def queue(arm: Arm, prompts: Sequence[Sequence[int]]) -> float:
         return time.perf_counter() - began
 
 
-def lose(running: dict[str, Arm], name: str, error: httpx.HTTPError, report: Report) -> None:
-    """An arm that died or hangs is ended and named; what the others have been asked, and will be, still counts."""
-    arm = running.pop(name)
-    report.say(f"{name} is lost: {error!r}")
-    report.put(**{f"node_{name}_failed": [f"lost while it was measured: {error!r}"[:300]]})
-    arm.server.stop()
-
-
-def cold(running: dict[str, Arm], args: argparse.Namespace, report: Report) -> bool:
-    """Prompts that share nothing: one alone, and as many at once as fill seconds. False where time ran out."""
+def queues(length: int, args: argparse.Namespace) -> Series:
+    """As many cold prompts at once as fill seconds: a turn's answer is tokens/s."""
     queued = (REFERENCE if args.reference else GPU).queued
-    rows: list[dict[str, Any]] = []
+    count = max(3, queued * args.ranks // length)
+
+    def asks(turn: int) -> Ask:
+        prompts = [tokens(length, 2000 + turn * count + i) for i in range(count)]
+        return lambda arm: count * length / queue(arm, prompts)
+
+    return Series(asks)
+
+
+def alone(length: int) -> Series:
+    """A lone cold prompt: a turn's answer is seconds."""
+
+    def asks(turn: int) -> Ask:
+        ids = tokens(length, 1000 + turn)
+        return lambda arm: prefill(arm, ids)
+
+    return Series(asks)
+
+
+def node(running: dict[str, Arm], args: argparse.Namespace, report: Report) -> bool:
+    """Prompts that share nothing, then second turns, each length's least number of turns; then more of both. False where
+    time ran out before all had their least.
+    """
+    lone = {length: alone(length) for length in args.lengths}
+    rates = {length: queues(length, args) for length in args.lengths}
+    again = {length: second(length, at, args) for at, length in enumerate(args.lengths)}
+    new, first = (REFERENCE if args.reference else GPU).turn, args.discard + args.repeat
+
+    def put() -> None:
+        ready = [length for length in args.lengths if len(rates[length].turns) >= QUEUES]
+        rows = [cold_row(n, lone[n].answers(first, args.discard), rates[n].answers(QUEUES)) for n in ready]
+        turns = [
+            turn_row(n, new, again[n].answers(TURNS)) for n in args.lengths if len(again[n].turns) >= TURNS
+        ]
+        report.put(cold=rows, roof=roofs(args, rows), **({"second_turn": turns} if turns else {}))
+
+    def least(series: Series, count: int) -> bool:
+        return all(series.go_on(running, report) for _ in range(count))
+
     for length in args.lengths:
-        lone: dict[str, list[float]] = {name: [] for name in running}
-        rates: dict[str, list[float]] = {name: [] for name in running}
-        for turn in range(args.discard + args.repeat):
-            ids = tokens(length, 1000 + turn)
-            for name, arm in list(running.items()):
-                if not report.left():
-                    return False
-                try:
-                    seconds = prefill(arm, ids)
-                except httpx.HTTPError as error:
-                    lose(running, name, error, report)
-                    continue
-                if turn >= args.discard:
-                    lone[name].append(seconds)
-        count = max(3, queued * args.ranks // length)
-        for turn in range(QUEUES):
-            prompts = [tokens(length, 2000 + turn * count + i) for i in range(count)]
-            for name, arm in list(running.items()):
-                if not report.left():
-                    return False
-                try:
-                    rates[name].append(count * length / queue(arm, prompts))
-                except httpx.HTTPError as error:
-                    lose(running, name, error, report)
-        rows.append(cold_row(length, {name: lone[name] for name in running}, rates))
-        report.say(json.dumps(rows[-1]))
-        report.put(cold=rows, roof=roofs(args, rows))
+        if not least(lone[length], first) or not least(rates[length], QUEUES):
+            return False
+        put()
+        report.say(json.dumps(report.result["cold"][-1]))
+    for length in args.lengths:
+        if not least(again[length], TURNS):
+            return False
+        put()
+        report.say(json.dumps(report.result["second_turn"][-1]))
+    for _ in more([one for n in args.lengths for one in (rates[n], again[n])], running, report):
+        put()
+    report.say(json.dumps({key: report.result[key] for key in ("cold", "second_turn")}))
     return True
 
 
 def cold_row(
-    length: int, lone: Mapping[str, Sequence[float]], rates: Mapping[str, Sequence[float]]
+    length: int,
+    lone: Mapping[str, Sequence[float]],
+    rates: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """One length: a lone prompt's milliseconds, a queue's tokens/s, and both as times stock's speed."""
+    """One length: a lone prompt's milliseconds, a queue's tokens/s, and both as times stock's speed, turn by turn."""
     row: dict[str, Any] = {"tokens": length, "arms": {}}
     for name in lone:
+        if name not in rates:
+            continue
         own = row["arms"][name] = {
             "ms": round(1e3 * statistics.median(lone[name]), 3),
             "spread_ms": [round(1e3 * min(lone[name]), 3), round(1e3 * max(lone[name]), 3)],
             "tokens_s": round(statistics.median(rates[name])),
-            "spread_tokens_s": [round(min(rates[name])), round(max(rates[name]))],
+            "turns_tokens_s": [round(rate) for rate in rates[name]],
         }
-        if stock := row["arms"].get("stock"):
-            own["speedup"] = round(own["tokens_s"] / stock["tokens_s"], 4)
-            own["speedup_alone"] = round(stock["ms"] / own["ms"], 4)
+        if "stock" in row["arms"]:
+            speeds = ([1 / seconds for seconds in lone[arm]] for arm in ("stock", name))
+            own |= compared(rates["stock"], rates[name])
+            own |= {key.replace("speedup", "speedup_alone"): one for key, one in compared(*speeds).items()}
     return row
 
 
@@ -207,54 +229,59 @@ def roofs(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[d
 def roof_rows(
     model: roofline.Model, gpu: roofline.Gpu, gpus: int, rows: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each length the roof in tokens/s and the share of it that each arm's queue reaches."""
+    """For each length the roof in tokens/s and the share of it that each arm's queue reaches, with its interval over
+    the turns.
+    """
     found = []
     for row in rows:
         (point,) = roofline.points(model, gpu, gpus, [row["tokens"]], {})
         roof = point["roof_tokens_per_s"]
         shares = {name: round(arm["tokens_s"] / roof, 4) for name, arm in row["arms"].items()}
-        found.append({"tokens": row["tokens"], "roof_tokens_s": roof, "shares": shares})
+        between = {
+            name: compared([roof] * len(rates), rates)["speedup_interval"]
+            for name, arm in row["arms"].items()
+            if (rates := arm["turns_tokens_s"])
+        }
+        found.append(
+            {"tokens": row["tokens"], "roof_tokens_s": roof, "shares": shares, "share_intervals": between}
+        )
     return found
 
 
-def second_turns(running: dict[str, Arm], args: argparse.Namespace, report: Report) -> bool:
-    """A prompt again with new tokens behind it, after the device has lost it. False where time ran out."""
+def second(length: int, at: int, args: argparse.Namespace) -> Series:
+    """A prompt again with new tokens behind it, after the device has lost it: a turn's answer is seconds and how many
+    tokens were cached. at: the length's place among the others.
+    """
     new = (REFERENCE if args.reference else GPU).turn
-    rows: list[dict[str, Any]] = []
-    for at, length in enumerate(args.lengths):
-        answers: dict[str, list[tuple[float, int]]] = {name: [] for name in SECOND if name in running}
-        for turn in range(TURNS):
-            seed = 10_000 * (at + 1) + 100 * turn
-            base, behind = tokens(length, seed), tokens(new, seed + 1)
-            pushes = [tokens(max(args.lengths), seed + 2 + i) for i in range(PUSHES)]
-            for name, found in list(answers.items()):
-                if not report.left():
-                    return False
-                try:
-                    prefill(running[name], base)
-                    time.sleep(PAUSE_S)
-                    for push in pushes:
-                        prefill(running[name], push)
-                    found.append(ask(running[name], [*base, *behind]))
-                except httpx.HTTPError as error:
-                    lose(running, name, error, report)
-                    del answers[name]
-        rows.append(turn_row(length, new, answers))
-        report.say(json.dumps(rows[-1]))
-        report.put(second_turn=rows)
-    return True
+
+    def asks(turn: int) -> Ask:
+        seed = 10_000 * (at + 1) + 100 * turn
+        base, behind = tokens(length, seed), tokens(new, seed + 1)
+        pushes = [tokens(max(args.lengths), seed + 2 + i) for i in range(PUSHES)]
+
+        def ask_again(arm: Arm) -> tuple[float, int]:
+            prefill(arm, base)
+            time.sleep(PAUSE_S)
+            for push in pushes:
+                prefill(arm, push)
+            return ask(arm, [*base, *behind])
+
+        return ask_again
+
+    return Series(asks, SECOND)
 
 
 def turn_row(length: int, new: int, answers: Mapping[str, Sequence[tuple[float, int]]]) -> dict[str, Any]:
-    """One length's second turns: milliseconds, the cached share of the first turn, times stock's speed."""
+    """One length's second turns: milliseconds, the cached share of the first turn, times stock's speed turn by turn."""
     row: dict[str, Any] = {"tokens": length, "new_tokens": new, "arms": {}}
     for name, found in answers.items():
         own = row["arms"][name] = {
             "ms": round(1e3 * statistics.median(seconds for seconds, _ in found), 3),
+            "turns_ms": [round(1e3 * seconds, 3) for seconds, _ in found],
             "cached_share": round(statistics.fmean(cached for _, cached in found) / length, 4),
         }
-        if stock := row["arms"].get("stock"):
-            own["speedup"] = round(stock["ms"] / own["ms"], 4)
+        if stock := answers.get("stock"):
+            own |= compared(*([1 / seconds for seconds, _ in one] for one in (stock, found)))
     return row
 
 
@@ -348,4 +375,4 @@ def forget(arm: Arm, within_s: float = 60.0) -> None:
 
 
 Measure = Callable[[dict[str, Arm], argparse.Namespace, Report], bool]
-MEASURES: dict[str, tuple[Measure, ...]] = {"node": (cold, second_turns), "exposed": (exposed,)}
+MEASURES: dict[str, tuple[Measure, ...]] = {"node": (node,), "exposed": (exposed,)}

@@ -107,7 +107,7 @@ stage_b() {
   say_stage b 540 430 "five servers with prefill CP$GPUS and EP$GPUS: cold prompts of $lengths tokens, second turns"
   # Kernels compile side by side while servers start; on a warm cache it is a few seconds.
   have node || beside prewarm 200 "$python" -m benchmarks._prewarm
-  server node 540 --parts node --lengths "$lengths" --repeat 5 --discard 1 --speed-seconds "${SPEED_SECONDS:-260}"
+  server node 540 --parts node --lengths "$lengths" --repeat 6 --discard 1 --speed-seconds "${SPEED_SECONDS:-260}"
   wait
 }
 

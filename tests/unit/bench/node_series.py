@@ -39,8 +39,8 @@ def series(ranks: int = 2) -> dict[str, dict[str, Any]]:
 
     rows = []
     for tokens in (131_072, 16_384):
-        lone = {"stock": [2.0, 3.0, 2.5], "all": [1.25, 1.0, 1.5]}
-        rates = {"stock": [50_000.0, 50_000.0], "all": [90_000.0, 90_000.0]}
+        lone = {"stock": [2.0, 3.0, 2.5] * 2, "all": [1.25, 1.0, 1.5] * 2}
+        rates = {"stock": [50_000.0] * 6, "all": [90_000.0] * 6}
         rows.append(_node.cold_row(tokens, lone, rates))
     shapes = {"ranks": ranks, "layers": 8, "experts": 32 * ranks, "chunk": 2048 * ranks}
     args = Namespace(layers=8, experts=256)

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from glm_kernels.mega_moe.limits import Arch, check_shape
 from node_series import series
 from packaging.requirements import Requirement
 
-from benchmarks import _moe_servers, _node, gpu_idle, moe_layer, moe_server
+from benchmarks import _moe_servers, _node, _turns, gpu_idle, moe_layer, moe_server
 from benchmarks._gpu_trace import Interval, Step
 from benchmarks.report import node as report_node
 from benchmarks.roofline import Model, kv_bytes
@@ -367,36 +368,108 @@ def test_the_metadata_for_a_bare_machine_is_the_installed_one(tmp_path: Path) ->
     }
 
 
-def test_an_arm_that_dies_or_hangs_is_lost_alone() -> None:
-    """One dies at the second length, the other hangs there in the queue; stock's figures and the first length stay."""
-    args = Namespace(lengths=(300, 40), discard=0, repeat=2, ranks=2, reference=True)
+class Ends:
+    """Stands for a server: notes its end."""
+
+    def __init__(self, name: str, ended: list[str]) -> None:
+        self.name, self.ended = name, ended
+
+    def stop(self) -> None:
+        self.ended.append(self.name)
+
+
+def answering(
+    name: str, ended: list[str], asked: list[str], fails: Callable[[list[int]], bool] = lambda ids: False
+) -> _moe_servers.Arm:
+    """An arm that answers at once, but for prompts with which it dies."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(name)
+        if fails(json.loads(request.content)["input_ids"]):
+            raise httpx.ReadError(name)
+        return httpx.Response(200, json={"meta_info": {"cached_tokens": 0}})
+
+    client = httpx.Client(base_url="http://arm", transport=httpx.MockTransport(answer))
+    return _moe_servers.Arm(name, Ends(name, ended), client, 0.0, Future())  # type: ignore[arg-type]
+
+
+SMALL = Namespace(lengths=(300, 40), discard=0, repeat=2, ranks=2, reference=True)
+
+
+def test_an_arm_that_dies_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dies at the second length, the other there in the queue; stock's figures and the first length stay, though
+    stock goes on for six turns.
+    """
+    monkeypatch.setattr(_node, "PAUSE_S", 0.0)
     ended: list[str] = []
-
-    class Ends:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def stop(self) -> None:
-            ended.append(self.name)
-
-    def arm(name: str, error: type[httpx.TransportError] | None, seed: int) -> _moe_servers.Arm:
-        fatal = [_moe_servers.tokens(40, seed)]
-
-        def answer(request: httpx.Request) -> httpx.Response:
-            if error is not None and json.loads(request.content)["input_ids"] in fatal:
-                raise error(name)
-            return httpx.Response(200, json={"meta_info": {"cached_tokens": 0}})
-
-        client = httpx.Client(base_url="http://arm", transport=httpx.MockTransport(answer))
-        return _moe_servers.Arm(name, Ends(name), client, 0.0, Future())  # type: ignore[arg-type]
-
-    arms = [arm("stock", None, 0), arm("graphs", httpx.ReadError, 1000), arm("all", httpx.ReadTimeout, 2000)]
+    first, queued = _moe_servers.tokens(40, 1000), _moe_servers.tokens(40, 2000)
+    arms = [
+        answering("stock", ended, []),
+        answering("graphs", ended, [], lambda ids: ids == first),
+        answering("all", ended, [], lambda ids: ids == queued),
+    ]
     running = {one.name: one for one in arms}
     report = _moe_servers.Report(None, 60.0)
-    assert _node.cold(running, args, report)
-    assert [list(row["arms"]) for row in report.result["cold"]] == [["stock", "graphs", "all"], ["stock"]]
+    assert _node.node(running, SMALL, report)
+    rows = report.result["cold"]
+    assert [list(row["arms"]) for row in rows] == [["stock", "graphs", "all"], ["stock"]]
     assert (list(running), ended) == (["stock"], ["graphs", "all"])
     assert {"node_graphs_failed", "node_all_failed"} <= report.result.keys()
+    turns = {name: len(arm["turns_tokens_s"]) for name, arm in rows[0]["arms"].items()}
+    assert turns == {"stock": 6, "graphs": 2, "all": 2}
+    # What they share is compared; it is too little for an interval.
+    assert rows[0]["arms"]["all"]["speedup"] > 0
+    assert rows[0]["arms"]["all"]["speedup_interval"] is None
+
+
+def test_who_is_first_changes_from_turn_to_turn() -> None:
+    """A server that is always asked behind another one has that one's heat, clocks and caches before it."""
+    asked: list[str] = []
+    running = {name: answering(name, [], asked) for name in "abc"}
+    one = _node.alone(40)
+    assert all(one.go_on(running, _moe_servers.Report(None, 60.0)) for _ in range(4))
+    assert "".join(asked) == "abcbcacababc"
+    assert list(one.answers(4)) == list("abc")
+    assert {len(values) for values in one.answers(4, 1).values()} == {3}
+
+
+class Clock(_moe_servers.Report):
+    """A stage whose time is what was asked: a second a prompt."""
+
+    def __init__(self, asked: list[str], limit_s: float) -> None:
+        super().__init__(None, 0.0)
+        self.asked, self.limit_s = asked, limit_s
+
+    def left(self, keep_s: float = 0.0) -> float:
+        return max(0.0, self.limit_s - keep_s - len(self.asked))
+
+
+def test_there_are_as_many_turns_as_fit_and_at_least_as_many_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_node, "PAUSE_S", 0.0)
+
+    def turns(limit_s: float) -> tuple[bool, list[int], list[int], int]:
+        asked: list[str] = []
+        running = {name: answering(name, [], asked) for name in ("stock", "cache")}
+        monkeypatch.setattr(_turns.time, "monotonic", lambda: float(len(asked)))
+        report = Clock(asked, limit_s)
+        done = _node.node(running, SMALL, report)
+        cold, again = report.result["cold"], report.result.get("second_turn", ())
+        return (
+            done,
+            [len(row["arms"]["cache"]["turns_tokens_s"]) for row in cold],
+            [len(row["arms"]["cache"]["turns_ms"]) for row in again],
+            len(asked),
+        )
+
+    done, queues, second, least_s = turns(10_000.0)
+    assert (done, queues, second) == (True, [6, 6], [6, 6])
+    # Two lone prompts and two queues at both lengths (3 and 25 prompts), three second turns of five: by two arms.
+    least = 2 * (2 * 2 + 2 * (3 + 25) + 2 * 3 * (2 + _node.PUSHES))
+    assert turns(least + 1.0) == (True, [2, 2], [3, 3], least)
+    done, queues, second, took = turns(least + 9.0)
+    assert (done, queues, second) == (True, [3, 2], [3, 3])  # 6 s more, the most important length's
+    assert took <= least + 9
+    assert least < took < least_s
 
 
 def test_answers_from_a_cache_that_had_no_hit_prove_nothing() -> None:
@@ -418,14 +491,62 @@ def test_answers_from_a_cache_that_had_no_hit_prove_nothing() -> None:
 
 
 def test_medians_and_speed_ups_of_a_length() -> None:
-    row = _node.cold_row(
-        1000, {"stock": [0.4, 0.2, 0.3], "all": [0.1]}, {"stock": [100.0], "all": [150.0, 250.0]}
-    )
+    """By hand: ratios turn by turn, and their geometric mean."""
+    lone = {"stock": [0.4, 0.2, 0.3], "all": [0.1, 0.1, 0.1]}
+    row = _node.cold_row(1000, lone, {"stock": [100.0, 200.0], "all": [150.0, 600.0]})
     assert row["arms"]["stock"]["ms"] == 300.0
-    assert row["arms"]["all"]["speedup"] == 2.0
-    assert row["arms"]["all"]["speedup_alone"] == 3.0
-    turn = _node.turn_row(1000, 64, {"stock": [(0.4, 0)], "cache": [(0.1, 960), (0.3, 960), (0.2, 960)]})
-    assert turn["arms"]["cache"] == {"ms": 200.0, "cached_share": 0.96, "speedup": 2.0}
+    assert row["arms"]["stock"]["speedup"] == 1.0
+    assert row["arms"]["all"]["speedup"] == pytest.approx((1.5 * 3.0) ** 0.5, abs=1e-4)
+    assert row["arms"]["all"]["speedup_alone"] == pytest.approx((4.0 * 2.0 * 3.0) ** (1 / 3), abs=1e-4)
+    assert row["arms"]["all"]["speedup_interval"] is None
+    answers = {"stock": [(0.4, 0)] * 3, "cache": [(0.1, 960), (0.4, 960), (0.2, 960)]}
+    turn = _node.turn_row(1000, 64, answers)["arms"]["cache"]
+    assert (turn["ms"], turn["cached_share"], turn["speedup"]) == (200.0, 0.96, 2.0)
+    six = _node.cold_row(1000, {"stock": [0.2] * 6, "all": [0.1] * 6}, {"stock": [1.0] * 6, "all": [2.0] * 6})
+    assert (
+        six["arms"]["all"]["speedup_interval"] == six["arms"]["all"]["speedup_alone_interval"] == [2.0, 2.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "measured", "reached"),
+    [
+        ([90_000.0] * 6, "1.8× [1.8, 1.8]", True),
+        ([90_000.0] * 2, "1.8× (undecided: fewer than 6 turns)", None),
+        ([60_000.0] * 6, "1.2× [1.2, 1.2]", False),
+        ([75_000.0, 80_000.0, 85_000.0, 90_000.0, 95_000.0, 100_000.0], None, None),  # some above, some below
+    ],
+)
+def test_a_target_is_reached_where_the_whole_interval_does(
+    rates: list[float], measured: str | None, reached: bool | None
+) -> None:
+    results = series(8)
+    stock = [50_000.0] * len(rates)
+    row = _node.cold_row(131_072, {"stock": [2.0], "all": [1.0]}, {"stock": stock, "all": rates})
+    results["node"]["cold"] = [row]
+    found = {words: row for words, *row in report_node.targets(report_node.join(results))}
+    said, _, judged, _ = found["cold prefill of 131\u202f072 tokens, all against stock"]
+    assert judged is reached
+    assert measured in (None, said)
+    section = report_node.section(report_node.join(results))
+    cells = {row[0]: row[3] for row in section.blocks[0].rows}  # type: ignore[union-attr]
+    words = {True: "yes", False: "no", None: "undecided"}
+    assert cells["cold prefill of 131\u202f072 tokens, all against stock"] == words[reached]
+
+
+def test_a_result_from_before_turns_were_kept_is_undecided() -> None:
+    results = series(8)
+    for row in results["node"]["cold"]:
+        for arm in row["arms"].values():
+            for key in ("turns_tokens_s", "speedup_interval", "speedup_alone_interval"):
+                arm.pop(key, None)
+    for row in results["node"]["roof"]:
+        del row["share_intervals"]
+    found = {words: row for words, *row in report_node.targets(report_node.join(results))}
+    judged = [row[2] for words, row in found.items() if "cold prefill" in words or "roof" in words]
+    assert judged == [None, None]
+    table = report_node.section(report_node.join(results)).blocks[1]
+    assert {row[4] for row in table.rows} == {"1 (undecided)", "1.8 (undecided)"}  # type: ignore[union-attr]
 
 
 def test_a_traced_row_is_the_ranks_median_and_worst() -> None:
@@ -471,7 +592,7 @@ def test_the_targets_by_hand() -> None:
         True,
     )
     assert found["GPU idle, one prompt of 16\u202f384 tokens"] == ("1.5\u202f% (in a queue 0.2\u202f%)", True)
-    assert found["cold prefill of 131\u202f072 tokens, all against stock"] == ("1.8×", True)
+    assert found["cold prefill of 131\u202f072 tokens, all against stock"] == ("1.8× [1.8, 1.8]", True)
     layer = "MoE layer at EP8, 8\u202f192 tokens a rank: MegaMoE over all-gather, GEMMs, RS"
     assert found[layer] == ("1.6×", True)
     # The roof of eight layers of 78: ten times the node's, roughly; 90k tokens/s is a twelfth or so of it.
