@@ -21,7 +21,8 @@ _BUFFER = 1 << 18
 class Sample:
     """What one request gave. Times in seconds on time.perf_counter(); `itls` one a token after the first.
 
-    `text` is the answer without the reasoning before it. `error` is "" when all went well; times and counts
+    `text` is the answer without the `reasoning` that the endpoint sends apart from it; `finish` its finish_reason, ""
+    where none came. `error` is "" when all went well; times and counts
     then are complete, and with `ignore_eos` there are as many tokens as were asked for.
     """
 
@@ -35,6 +36,8 @@ class Sample:
     output_tokens: int = 0
     text: str = ""
     error: str = ""
+    reasoning: str = ""
+    finish: str = ""
 
     @property
     def tpot(self) -> float | None:
@@ -104,6 +107,7 @@ class _Reading:
         self.wanted = wanted  # tokens; None: as many as the model likes
         self.aborted = False
         self.pieces: list[str] = []
+        self.thoughts: list[str] = []
         self.usage: dict[str, Any] = {}
         self.last = 0.0
         self.ended = 0.0  # when the choice ended
@@ -124,10 +128,12 @@ class _Reading:
         for choice in choices:
             delta = choice.get("delta") or {}
             piece += delta.get("content") or choice.get("text") or ""
-            thought += delta.get("reasoning_content") or ""
-            # UPSTREAM: SGLang ends a request that was aborted without an error as it ends any other.
-            self.aborted |= choice.get("finish_reason") == "abort"
-            self.ended = time.perf_counter() if choice.get("finish_reason") else self.ended
+            thought += delta.get("reasoning_content") or delta.get("reasoning") or ""  # SGLang's name, vLLM's
+            if finish := choice.get("finish_reason"):
+                # UPSTREAM: SGLang ends a request that was aborted without an error as it ends any other.
+                self.aborted |= finish == "abort"
+                self.sample.finish = str(finish)
+                self.ended = time.perf_counter()
         tokens = self.tokens
         if usage := event.get("usage"):
             # The endpoint's count, which sees tokens without text too.
@@ -140,6 +146,8 @@ class _Reading:
             self._arrived(tokens - self.tokens, time.perf_counter())
         if piece:
             self.pieces.append(piece)
+        if thought:
+            self.thoughts.append(thought)
 
     def _arrived(self, new: int, now: float) -> None:
         self.tokens += new
@@ -158,7 +166,7 @@ class _Reading:
         silent = int(usage.get("completion_tokens") or 0) - self.tokens
         if self.ended and silent > 0 and (self.counted or silent == 1):
             self._arrived(silent, self.ended)
-        sample.text = "".join(self.pieces)
+        sample.text, sample.reasoning = "".join(self.pieces), "".join(self.thoughts)
         sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         sample.output_tokens = int(usage.get("completion_tokens") or self.tokens)
         details = usage.get("prompt_tokens_details")

@@ -3,8 +3,9 @@
     python -m benchmarks.accuracy --suite gsm8k --a http://127.0.0.1:30000 --b http://127.0.0.1:30001 --json
     python -m benchmarks.accuracy --suite needle --lengths 4k,32k,128k --a URL --b URL -o needle.jsonl
 
-GSM8K comes from --data, or from the Hugging Face cache that lm_eval fills. Started again with the same flags
-and -o it asks only what is missing.
+GSM8K comes from --data, or from the Hugging Face cache that lm_eval fills. GLM-5 reasons before it answers: --api chat
+leaves --thinking-tokens for that, or asks it not to with --no-thinking. Started again with the same flags and -o it
+asks only what is missing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from benchmarks.ab.client import Client
 from benchmarks.ab.comparison import calibrate, run_async
 from benchmarks.ab.endpoints import SpecError, parse_url
 from benchmarks.ab.running import Endpoint, EndpointError, served_on
-from benchmarks.accuracy.asking import Notebook, ask_both, pairs
-from benchmarks.accuracy.paired import compare
+from benchmarks.accuracy.asking import How, Notebook, ask_both, pairs
+from benchmarks.accuracy.paired import UNDECIDED, compare
 from benchmarks.accuracy.suites import Question, SuiteError, gsm8k, needle
 from benchmarks.workloads.catalogue import lengths
 from benchmarks.workloads.text import Text
@@ -48,7 +49,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lengths", type=lengths, help="needle (4k, doubled up to the smaller context limit)")
     p.add_argument("--depths", type=_shares, default=[0.0, 0.25, 0.5, 0.75, 1.0], help="needle (0,0.25,…,1)")
     p.add_argument("--limit", type=int, help="so many questions a suite")
-    p.add_argument("--max-tokens", type=int, help="of an answer (gsm8k 1024, needle 64)")
+    p.add_argument("--max-tokens", type=int, help="of an answer alone (gsm8k 1024, needle 64)")
+    thinking = p.add_mutually_exclusive_group()
+    thinking.add_argument(
+        "--thinking-tokens", type=_room, default=4096, help="of reasoning before an answer, in chat (4096)"
+    )
+    thinking.add_argument(
+        "--no-thinking", action="store_true", help="chat: ask for answers without reasoning"
+    )
     p.add_argument("--concurrency", type=int, default=8, help="questions at once, each side (8)")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--bytes-per-token", type=float, help="instead of asking --a what it counts")
@@ -64,6 +72,13 @@ def _shares(text: str) -> list[float]:
     return values
 
 
+def _room(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be 1 or more; --no-thinking asks for no reasoning")
+    return value
+
+
 def context_limit(endpoints: list[Endpoint]) -> int:
     """The smaller `max_model_len` of both. Raises SuiteError where none says it."""
     found = []
@@ -77,7 +92,7 @@ def context_limit(endpoints: list[Endpoint]) -> int:
     return int(min(found))
 
 
-def questions(args: argparse.Namespace, suite: str, endpoints: list[Endpoint]) -> list[Question]:
+def questions(args: argparse.Namespace, suite: str, endpoints: list[Endpoint], how: How) -> list[Question]:
     """All of a suite. Raises SuiteError, EndpointError."""
     if suite == "gsm8k":
         return list(gsm8k(args.data, args.shots, args.limit, args.max_tokens or 1024, args.seed))
@@ -86,11 +101,13 @@ def questions(args: argparse.Namespace, suite: str, endpoints: list[Endpoint]) -
         limit = context_limit(endpoints)
         sizes = [size for size in _POWERS if size < limit] + [limit]
     text = Text(args.bytes_per_token or calibrate(endpoints[0], []))
-    return list(needle(text, sizes, args.depths, args.limit, args.max_tokens or 64, args.seed))
+    return list(needle(text, sizes, args.depths, args.limit, args.max_tokens or 64, args.seed, how.room))
 
 
 def main() -> int:
-    """Exit status: 0 when both answered everything, 1 when a question failed, 2 for the flags."""
+    """Exit status: 0 when every suite is decided, 1 when one is not (a question failed, too few are right), 2 for the
+    flags.
+    """
     args = parser().parse_args()
     try:
         endpoints = []
@@ -102,10 +119,11 @@ def main() -> int:
         clients = {side: Client(e.url, e.model) for side, e in zip(("a", "b"), endpoints, strict=True)}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         notebook, suites = Notebook(args.output), {}
+        how = How(args.api, None if args.no_thinking else args.thinking_tokens)
         for suite in dict.fromkeys(args.suite):
-            asked = questions(args, suite, endpoints)
-            run_async(ask_both(clients, asked, notebook, args.api, args.concurrency))
-            suites[suite] = compare(suite, *pairs(clients, asked, notebook, args.api))
+            asked = questions(args, suite, endpoints, how)
+            run_async(ask_both(clients, asked, notebook, how, args.concurrency))
+            suites[suite] = compare(suite, *pairs(clients, asked, notebook, how))
             print(suites[suite]["says"], file=sys.stderr)
     except (SpecError, SuiteError) as error:
         print(error, file=sys.stderr)
@@ -124,12 +142,13 @@ def main() -> int:
             for side, e in zip(("a", "b"), endpoints, strict=True)
         },
         "api": args.api,
+        "thinking_tokens": how.thinking if args.api == "chat" else None,
         "seed": args.seed,
         "answers": args.output.name,
         "not_measured": absent,
     }
     _result.finish("accuracy", result, args, device=served_on(endpoints))
-    return 1 if any(found["errors"] for found in suites.values()) else 0
+    return 1 if any(found["verdict"].startswith(UNDECIDED) for found in suites.values()) else 0
 
 
 if __name__ == "__main__":

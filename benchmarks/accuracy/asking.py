@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.ab.client import Client
+from benchmarks.ab.client import Client, Sample
 from benchmarks.accuracy.paired import Pair
 from benchmarks.accuracy.suites import Question
 from benchmarks.workloads.model import CHAT, COMPLETIONS, Turn
@@ -28,20 +29,70 @@ _T = TypeVar("_T")
 _STOP = ["Question:"]  # what lm_eval's gsm8k stops at
 
 
-def turn(question: Question, api: str) -> Turn:
+#: What ends reasoning in the text of GLM and its like, where the endpoint has no parser that sends it apart.
+_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How every question is asked. `thinking`: tokens for reasoning before the answer, None to switch it off; chat only,
+    completions have no template that could say.
+    """
+
+    api: str
+    thinking: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that an answer may take beside its own."""
+        return self.thinking or 0 if self.api == "chat" else 0
+
+
+def turn(question: Question, how: How) -> Turn:
     """The request: greedy, ends where the model ends it."""
-    common: dict[str, Any] = {"max_tokens": question.max_tokens, "temperature": 0}
+    common: dict[str, Any] = {"max_tokens": question.max_tokens + how.room, "temperature": 0}
     if question.suite == "gsm8k":
         common["stop"] = _STOP
-    if api == "completions":
+    if how.api == "completions":
         return Turn(COMPLETIONS, {"prompt": question.prompt, **common}, question.suite, 0)
     body = {"messages": [{"role": "user", "content": question.prompt}], **common}
+    if how.thinking is None:
+        body["chat_template_kwargs"] = {
+            "enable_thinking": False
+        }  # of SGLang and vLLM; other templates ignore it
     return Turn(CHAT, body, question.suite, 0)
 
 
-def mark(question: Question, client: Client, api: str) -> str:
+def judged(question: Question, sample: Sample, how: How) -> tuple[str, str]:
+    """What was answered ("" for nothing), and what went wrong ("" for nothing).
+
+    An answer that the token limit cut before it said anything is a fault of the asking, not a wrong answer; so is one
+    that was cut while it still reasoned.
+    """
+    # An answer of no token is an answer: a model may end at once.
+    error = "" if sample.error == "no token came" else sample.error
+    before, end, after = sample.text.rpartition(_THOUGHT)
+    text = after if end else before + after
+    reasons = how.api == "chat" and how.thinking is not None and not end and not sample.reasoning
+    cut = sample.finish == "length"
+    answer = "" if cut and reasons else question.read(text)
+    if not error and cut and not answer:
+        more = "--thinking-tokens, or give --no-thinking" if how.room else "--max-tokens"
+        error = f"cut before an answer by max_tokens, {question.max_tokens + how.room}: raise {more}"
+    return answer, error
+
+
+def mark(question: Question, client: Client, how: How) -> str:
     """Names a question to an endpoint; an answer with its mark is not asked for again."""
-    parts = (client.url, client.model, api, question.id, question.prompt, question.max_tokens)
+    parts = (
+        client.url,
+        client.model,
+        how.api,
+        how.thinking,
+        question.id,
+        question.prompt,
+        question.max_tokens,
+    )
     return hashlib.sha256(orjson.dumps(parts)).hexdigest()[:16]
 
 
@@ -70,7 +121,7 @@ class Notebook:
 
 
 async def ask_both(
-    clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, api: str, concurrency: int
+    clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, how: How, concurrency: int
 ) -> None:
     """Asks side "a" and side "b" every question that the notebook has no answer to; `concurrency` at once a side."""
     console = Console(stderr=True)
@@ -78,7 +129,7 @@ async def ask_both(
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         async with asyncio.TaskGroup() as group:
             for side, client in clients.items():
-                missing = [q for q in questions if mark(q, client, api) not in notebook.answers]
+                missing = [q for q in questions if mark(q, client, how) not in notebook.answers]
                 bar = progress.add_task(f"{side}: {client.url}", total=len(questions))
                 progress.advance(bar, len(questions) - len(missing))
                 group.create_task(
@@ -87,7 +138,7 @@ async def ask_both(
                         client,
                         missing,
                         notebook,
-                        api,
+                        how,
                         concurrency,
                         lambda bar=bar: progress.advance(bar),
                     )
@@ -99,7 +150,7 @@ async def _side(
     client: Client,
     questions: Sequence[Question],
     notebook: Notebook,
-    api: str,
+    how: How,
     concurrency: int,
     done: Any,
 ) -> None:
@@ -107,13 +158,11 @@ async def _side(
 
     async def one(question: Question) -> None:
         async with gate:
-            sample = await client.ask(turn(question, api))
-        # An answer of no token is an answer: a model may end at once.
-        error = "" if sample.error == "no token came" else sample.error
-        answer = question.read(sample.text)
+            sample = await client.ask(turn(question, how))
+        answer, error = judged(question, sample, how)
         notebook.add(
             {
-                "mark": mark(question, client, api),
+                "mark": mark(question, client, how),
                 "suite": question.suite,
                 "id": question.id,
                 "side": side,
@@ -121,6 +170,8 @@ async def _side(
                 "answer": answer,
                 "correct": answer == question.expected,
                 "text": sample.text,
+                "reasoning": sample.reasoning,
+                "finish": sample.finish,
                 "prompt_tokens": sample.prompt_tokens,
                 "error": error,
             }
@@ -133,12 +184,12 @@ async def _side(
 
 
 def pairs(
-    clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, api: str
+    clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, how: How
 ) -> tuple[list[Pair], int]:
     """The questions that both answered, and how many one or both did not."""
     found, errors = [], 0
     for question in questions:
-        rows = [notebook.answers.get(mark(question, clients[side], api)) for side in ("a", "b")]
+        rows = [notebook.answers.get(mark(question, clients[side], how)) for side in ("a", "b")]
         a, b = rows
         if a is None or b is None or a["error"] or b["error"]:
             errors += 1

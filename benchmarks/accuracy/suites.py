@@ -125,9 +125,18 @@ PLACES = ("Alder", "Birch", "Cedar", "Dogwood", "Elm", "Fir", "Gorse", "Hazel", 
 
 
 def needle(
-    text: Text, lengths: Sequence[int], depths: Sequence[float], limit: int | None, max_tokens: int, seed: int
+    text: Text,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    limit: int | None,
+    max_tokens: int,
+    seed: int,
+    thinking: int = 0,
 ) -> Iterator[Question]:
-    """One number hidden in real text, at every depth (0: first, 1: last) of every length; the same for a seed."""
+    """One number hidden in real text, at every depth (0: first, 1: last) of every length; the same for a seed.
+
+    No length with its answer and `thinking` tokens exceeds the longest one, which may be all that the context holds.
+    """
     count = 0
     for length in lengths:
         for depth in depths:
@@ -141,10 +150,12 @@ def needle(
                 f"\n\nWhat is the registered number of {place} House? It is stated once in the text above. Answer with "
                 "the number alone."
             )
-            room = length - max_tokens - round(len((fact + ask).encode()) / text.bytes_per_token) - 64
+            kept = max_tokens + max(0, length + thinking - max(lengths))
+            room = length - kept - round(len((fact + ask).encode()) / text.bytes_per_token) - 64
             if room < 1:
                 raise SuiteError(
-                    f"--lengths holds {length}; it must leave room for --max-tokens ({max_tokens}) and the question"
+                    f"--lengths holds {length}; it must leave room for --max-tokens ({max_tokens}), --thinking-tokens "
+                    f"({thinking}) and the question"
                 )
             hay = text.draw(room, "needle", seed, length, depth)
             at = _paragraph(hay, depth)

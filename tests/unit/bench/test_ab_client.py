@@ -68,6 +68,14 @@ async def test_counts_text_and_cache_come_from_the_stream() -> None:
     assert sample.label == "turn 1"
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])  # SGLang's, vLLM's
+async def test_reasoning_and_the_end_are_kept_apart_from_the_text(field: str) -> None:
+    thought = data(choices=[{"index": 0, "delta": {field: "why"}}])
+    end = data(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
+    sample = await ask([thought, thought, delta("a"), end, USAGE, DONE])
+    assert (sample.error, sample.text, sample.reasoning, sample.finish) == ("", "a", "whywhy", "length")
+
+
 async def test_the_stream_may_be_cut_anywhere() -> None:
     whole = delta("ä") + delta("b") + delta("c") + USAGE + DONE
     for size in (1, 7, 64):

@@ -17,7 +17,9 @@ import orjson
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
+from benchmarks.ab.client import Client, Sample
 from benchmarks.accuracy import suites
+from benchmarks.accuracy.asking import How, judged, mark, turn
 from benchmarks.accuracy.paired import Pair, compare, difference, mcnemar
 from benchmarks.accuracy.suites import Question, SuiteError, gsm8k, needle
 from benchmarks.workloads.text import Text
@@ -61,11 +63,93 @@ def test_wrong_answers_agree_only_when_they_are_the_same() -> None:
     assert found["errors"] == 2
     # Two questions were not answered: they may be the two that differ.
     assert found["says"].startswith("s: undecided: 2 errors (McNemar p = 1;")
-    assert "no regression found" in compare("s", [*pairs, Pair("5", "6", True, False)], errors=0)["says"]
+    assert (
+        "no regression found" in compare("s", [*pairs, *([PAIR] * 5), Pair("5", "6", True, False)], 0)["says"]
+    )
     assert compare("s", [Pair("1", "2", True, False)] * 9, errors=1)["says"].startswith(
         "s: undecided: 1 errors"
     )
-    assert compare("s", [], 3)["says"] == "s: no question was answered by both (3 errors)."
+    assert compare("s", [], 3)["says"] == "s: undecided: no question was answered by both (3 errors)."
+
+
+PAIR = Pair("1", "1", True, True)
+EMPTY = Pair("", "", False, False)
+
+
+def test_nothing_agrees_with_nothing_and_decides_nothing() -> None:
+    found = compare("s", [EMPTY] * 200, errors=0)
+    assert found["verdict"].startswith("undecided: A is right 0 times, fewer than the 6")
+    assert found["agreement"] == 0.0
+    assert found["unanswered"] == {"a": 200, "b": 200}
+    assert "none to 200 and 200" in found["says"]
+
+
+@pytest.mark.parametrize(("right", "decided"), [(5, False), (6, True)])
+def test_six_right_answers_are_the_fewest_whose_loss_shows(right: int, decided: bool) -> None:
+    """Of n discordant pairs on one side the exact p is 2 · 2^-n: 0.0625 for five, 0.03125 for six."""
+    lost = compare("s", [Pair("1", "", True, False)] * right + [EMPTY] * 10, errors=0)
+    assert lost["mcnemar_p"] == 2 / 2**right
+    assert lost["verdict"].startswith("the two differ" if decided else "undecided")
+    kept = compare("s", [PAIR] * right + [EMPTY] * 10, errors=0)
+    assert kept["verdict"].startswith("no regression found" if decided else "undecided")
+
+
+def test_what_differs_is_said_however_few_are_right_at_a() -> None:
+    assert compare("s", [Pair("", "1", False, True)] * 9, errors=0)["verdict"] == "the two differ"
+
+
+CHAT, QUIET, PLAIN = How("chat", 100), How("chat", None), How("completions", 100)
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "reasoning", "finish", "answer", "fails"),
+    [
+        (QUIET, "It is 1234567", "", "stop", "1234567", False),
+        (QUIET, "It is 1234567 and", "", "length", "1234567", False),
+        (QUIET, "The text says", "", "length", "", True),
+        (QUIET, "no idea", "", "stop", "", False),  # wrong, but an answer
+        (PLAIN, "hm", "", "length", "", True),
+        # An endpoint with a reasoning parser…
+        (CHAT, "", "is it 1234567?", "length", "", True),
+        (CHAT, "1234567", "is it 7654321?", "stop", "1234567", False),
+        (CHAT, "1234567 or", "hm", "length", "1234567", False),
+        # …and one without.
+        (CHAT, "<think>is it 7654321?</think>1234567", "", "stop", "1234567", False),
+        (CHAT, "is it 7654321?</think>I do not know", "", "stop", "", False),
+        (CHAT, "is it 1234567? The text", "", "length", "", True),
+        (CHAT, "hm</think>1234567 or", "", "length", "1234567", False),
+    ],
+)
+def test_an_answer_that_was_cut_is_none(
+    how: How, text: str, reasoning: str, finish: str, answer: str, fails: bool
+) -> None:
+    question = Question("x", "needle", "", "1234567", 64)
+    sample = Sample("needle", text=text, reasoning=reasoning, finish=finish)
+    found, error = judged(question, sample, how)
+    assert found == answer
+    assert bool(error) is fails
+    if fails:
+        assert str(64 + how.room) in error
+        assert ("--thinking-tokens" if how is CHAT else "--max-tokens") in error
+
+
+def test_room_for_reasoning_is_asked_for_in_chat_only() -> None:
+    question = Question("x", "needle", "ask", "1234567", 64)
+    assert turn(question, CHAT).body["max_tokens"] == 164
+    assert "chat_template_kwargs" not in turn(question, CHAT).body
+    assert turn(question, QUIET).body["max_tokens"] == 64
+    assert turn(question, QUIET).body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert turn(question, PLAIN).body["max_tokens"] == 64
+    client = Client("http://a", "m")
+    assert len({mark(question, client, how) for how in (CHAT, QUIET, PLAIN, How("chat", 101))}) == 4
+
+
+def test_no_needle_leaves_less_room_for_reasoning_than_the_longest_may_take() -> None:
+    asked = list(needle(Text(1.0), [2000, 5000, 6000], [0.5], None, 64, 1, 3000))
+    for question, most in zip(asked, (2000, 6000 - 3000, 6000 - 3000), strict=True):
+        assert most - 110 <= len(question.prompt.encode()) + 64 <= most - 60
+    with pytest.raises(SuiteError, match=r"--thinking-tokens \(3000\)"):
+        list(needle(Text(1.0), [3000], [0.5], None, 64, 1, 3000))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +242,9 @@ def test_needles_lie_where_they_should_and_fill_the_length() -> None:
 class Endpoint:
     """An OpenAI server that answers by a key; counts how often each prompt was asked."""
 
-    def __init__(self, key: Key, fails: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self, key: Key, fails: Callable[[str], bool] = lambda _: False, finish: str = "stop"
+    ) -> None:
         outer = self
         self.asked: Counter[str] = Counter()
         self.fails = fails
@@ -190,6 +276,7 @@ class Endpoint:
                     {"choices": [{"delta": {"content": piece}}]}
                     for piece in re.findall(r".{1,3}", key(prompt))
                 ]
+                events.append({"choices": [{"delta": {}, "finish_reason": finish}]})
                 events.append(
                     {"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": 1}}
                 )
@@ -274,7 +361,7 @@ def test_needles_up_to_the_context_limit(tmp_path: Path, endpoints: list[Endpoin
     endpoints += [Endpoint(finds), Endpoint(lambda p: finds(p[: len(p) // 2]))]
     a, b = endpoints
     code, result, errors = run(
-        tmp_path, "--suite", "needle", "--a", a.url, "--b", b.url, "--depths", "0,0.2,0.8,1"
+        tmp_path, "--suite", "needle", "--a", a.url, "--b", b.url, "--depths", "0,0.2,0.8,1", "--no-thinking"
     )
     assert code == 0, errors
     found = result["suites"]["needle"]
@@ -284,6 +371,22 @@ def test_needles_up_to_the_context_limit(tmp_path: Path, endpoints: list[Endpoin
     assert found["mcnemar_p"] == pytest.approx(2 / 2**4)
     assert max(len(p.encode()) for p in a.asked) + 64 <= LIMIT
     assert max(len(p.encode()) for p in a.asked) > LIMIT - 200
+
+
+def test_answers_that_are_cut_decide_nothing(tmp_path: Path, endpoints: list[Endpoint]) -> None:
+    """Two that reason to the end of their tokens: no answer is read, every question is an error, none is compared."""
+    endpoints += [Endpoint(lambda p: "it is 1234567? no", finish="length") for _ in range(2)]
+    a, b = endpoints
+    flags = ("--suite", "needle", "--a", a.url, "--b", b.url, "--depths", "0,1", "--thinking-tokens", "500")
+    code, result, errors = run(tmp_path, *flags)
+    assert code == 1
+    found = result["suites"]["needle"]
+    assert (found["questions"], found["errors"]) == (0, 4)
+    assert found["verdict"].startswith("undecided")
+    assert "undecided" in errors
+    answers = [orjson.loads(line) for line in (tmp_path / "answers.jsonl").read_bytes().splitlines()]
+    assert {row["finish"] for row in answers} == {"length"}
+    assert all("--thinking-tokens" in row["error"] for row in answers)
 
 
 def test_an_endpoint_that_is_not_there_is_one_message(tmp_path: Path) -> None:
