@@ -14,6 +14,7 @@ import orjson
 from benchmarks import _result
 from benchmarks.report import comparisons, node, others
 from benchmarks.report.blocks import Code, Facts, Section, is_figure, number
+from benchmarks.report.questions import QUESTIONS
 
 _SECTIONS = {
     "ab": comparisons.comparison,
@@ -22,19 +23,6 @@ _SECTIONS = {
     "accuracy": others.accuracy,
     "decode_fanin": others.fanin,
     "node": node.section,
-}
-#: What this project measures, by kind of result: absent ones are named on the page.
-QUESTIONS = {
-    "ab": "requests to endpoints side by side",
-    "ablation": "each of the five changes alone, all, none",
-    "roofline": "the share of the hardware's roof",
-    "accuracy": "the same answers as stock",
-    "decode_fanin": "what survives the handoff to decode",
-    "node": "all five changes on eight GPUs",
-    "moe_layer": "the MegaMoE layer against all-gather, GEMMs, reduce-scatter",
-    "lookup_latency": "what a cache lookup costs",
-    "executor_survival": "workers that outlive cancelled callers",
-    "oracle": "tokens and logprobs against transformers",
 }
 _MOST_RAW = 200_000  # bytes of one raw result on the page
 

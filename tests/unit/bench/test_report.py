@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from benchmarks.ablation.arms import CHANGES, Setup, arms
 from benchmarks.accuracy.paired import Pair, compare
 from benchmarks.report import blocks, node, page
 from benchmarks.report.page import ReportError, load, not_measured, render
+from benchmarks.report.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
@@ -210,8 +212,54 @@ def test_what_was_not_measured_is_said() -> None:
     lines = not_measured([comparison()])
     assert lines[0] == "vLLM: not on this machine"
     kinds = {line.partition(":")[0] for line in lines[1:]}
-    assert {"ablation", "roofline", "accuracy", "decode_fanin", "moe_layer"} <= kinds
+    assert kinds == set(QUESTIONS) - {"ab"}
     assert "ab" not in kinds
+
+
+def written() -> dict[str, str]:
+    """What every benchmark writes: the question that it passes to `_result.finish`, and in which file."""
+    found: dict[str, str] = {}
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        named: dict[str, list[str]] = {}
+        for node_ in ast.walk(tree):
+            if isinstance(node_, ast.Assign) and isinstance(node_.targets[0], ast.Name):
+                choices = (
+                    [node_.value.body, node_.value.orelse]
+                    if isinstance(node_.value, ast.IfExp)
+                    else [node_.value]
+                )
+                words = [one.value for one in choices if isinstance(one, ast.Constant)]
+                named[node_.targets[0].id] = [word for word in words if isinstance(word, str)]
+        for node_ in ast.walk(tree):
+            if isinstance(node_, ast.Call) and ast.unparse(node_.func) == "_result.finish":
+                match node_.args[0]:
+                    case ast.Constant(value=str(question)):
+                        questions = [question]
+                    case ast.Name(id=name):
+                        questions = named[name]
+                    case ast.Attribute(attr="name"):  # --name of an A/B run, whose kind is always the same
+                        questions = ["ab"]
+                    case other:
+                        raise AssertionError(f"{file.name}: which question is {ast.unparse(other)}?")
+                assert questions, file.name
+                found |= dict.fromkeys(questions, file.name)
+    return found
+
+
+def test_whatever_a_benchmark_writes_is_missed_where_it_is_missing() -> None:
+    """And every change of the article has a benchmark of its own: a page without it says that it was not measured."""
+    asked = written()
+    assert {"ab", "ab_statistics", "ablation", "gpu_idle", "make_test", "moe_server"} <= set(asked)
+    assert set(asked) <= set(QUESTIONS)
+    saved = {page.kind(result) for result in map(load, RESULTS)}
+    assert saved <= set(QUESTIONS)
+    nothing = not_measured([])
+    assert len(nothing) == len(QUESTIONS)
+    for number in range(1, 6):
+        assert [name for name, question in QUESTIONS.items() if question.changes == (number,)]
+        assert any(f"(change {number} of the article)" in line for line in nothing)
+    assert not [line for line in not_measured(list(map(load, RESULTS))) if line.startswith("gpu_idle:")]
 
 
 @pytest.mark.parametrize(
