@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -260,6 +260,27 @@ def load() -> None:
 class Rank:
     """This process as rank `rank` with these buckets captured, by the fork's hooks `without` these functions."""
 
+    arguments: ClassVar[dict[str, Any]] = {
+        "attn_cp_size": RANKS,
+        "enable_prefill_cp": True,
+        "cp_strategy": "interleave",
+    }
+    hooked: ClassVar[tuple[str, ...]] = HOOKED
+    moe_hooked: ClassVar[tuple[str, ...]] = ("routed_experts",)
+    context_parallel = True
+
+    def parallel(self, rank: int) -> dict[str, Any]:
+        """What differs from one attention rank alone."""
+        return {
+            "attn_cp_size": RANKS,
+            "attn_cp_rank": rank,
+            "enable_prefill_cp": True,
+            "cp_strategy": "interleave",
+        }
+
+    def make_model(self) -> Model:
+        return Model()
+
     def __init__(self, rank: int, buckets: Sequence[int], impl: str, without: Sequence[str] = ()) -> None:
         self.stack = contextlib.ExitStack()
         load()
@@ -286,22 +307,19 @@ class Rank:
         context = runtime_context.get_context()
         self.stack.enter_context(
             context.override_server_args(
-                tp_size=RANKS,
-                ep_size=RANKS,
-                attn_cp_size=RANKS,
-                enable_prefill_cp=True,
-                cp_strategy="interleave",
-                device="cpu",
-                page_size=PAGE,
+                tp_size=RANKS, ep_size=RANKS, device="cpu", page_size=PAGE, **self.arguments
             )
         )
         group = Gloo()
         self.stack.enter_context(
             context.parallel.override(
-                tp_size=RANKS, tp_rank=rank, tp_group=group, attn_cp_size=RANKS, attn_cp_rank=rank,
-                attn_cp_group=group, attn_tp_size=1, attn_tp_rank=0, attn_dp_size=1, attn_dp_rank=0,
-                moe_ep_size=RANKS, moe_ep_rank=rank, moe_tp_size=1, attn_dcp_size=1, attn_dcp_rank=0,
-                attn_tp_group=SimpleNamespace(world_size=1), enable_prefill_cp=True, cp_strategy="interleave",
+                **{
+                    "tp_size": RANKS, "tp_rank": rank, "tp_group": group, "attn_cp_size": 1, "attn_cp_rank": 0,
+                    "attn_cp_group": group, "attn_tp_size": 1, "attn_tp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0,
+                    "moe_ep_size": RANKS, "moe_ep_rank": rank, "moe_tp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0,
+                    "attn_tp_group": SimpleNamespace(world_size=1),
+                    **self.parallel(rank),
+                }
             )
         )  # fmt: skip
         base._STRATEGY = None
@@ -327,10 +345,10 @@ class Rank:
 
         options.current = lambda: options.Options(mode="strict")  # type: ignore[assignment]
         lifetime._device_tensors = recorded_graph.POOL.tensors_in  # the device is the pool
-        wanted = [hook for hook in GRAPH if hook.function.partition("prefill_graph.")[2] in HOOKED]
-        assert len(wanted) == len(HOOKED)
+        wanted = [hook for hook in GRAPH if hook.function.partition("prefill_graph.")[2] in self.hooked]
+        assert len(wanted) == len(self.hooked)
         wanted = [hook for hook in wanted if hook.function.partition("prefill_graph.")[2] not in without]
-        wanted += [hook for hook in MOE if hook.function.endswith(":routed_experts")]
+        wanted += [hook for hook in MOE if hook.function.partition(":")[2] in self.moe_hooked]
         for hook in wanted:
             HookRegistry.register(hook.target, load(hook.function, hook.why), HookType(hook.kind))
         HookRegistry.apply_hooks()
@@ -341,7 +359,7 @@ class Rank:
 
         self.kernel = Kernel(normal(3, EXPERTS, HIDDEN, HIDDEN))
         routed = RoutedExperts(self.kernel, CALL_ROWS, state.attention(), lambda: None)
-        state._running = state.Running("megamoe", len(LAYERS), routed.counters, routed)
+        state._running = state.Running("megamoe", "a test", len(LAYERS), routed.counters, routed)
 
     def _backend(self, impl: str) -> Any:
         from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
@@ -389,20 +407,32 @@ class Rank:
         import sglang.srt.model_executor.runner.prefill_cuda_graph_runner as module
         from sglang.srt.layers.cp.bcg.bcg import PrefillCPBCGInput
         from sglang.srt.model_executor.cuda_graph_buffer_registry import build_prefill_registry
-        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
         from sglang.srt.model_executor.runner.eager_runner import EagerRunner
         from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (
             BreakableCudaGraphBackend,
         )
 
-        self.model, backend = Model(), self._backend(impl)
+        self.model, backend = self.make_model(), self._backend(impl)
         self.runner = runner = object.__new__(module.PrefillCudaGraphRunner)
         model_runner = self.model_runner = SimpleNamespace(
             model=self.model,
             attn_backend=backend,
             dtype=torch.float64,
             device="cpu",
-            model_config=SimpleNamespace(hidden_size=HIDDEN, context_len=TABLE, vocab_size=VOCABULARY),
+            model_config=SimpleNamespace(
+                hidden_size=HIDDEN,
+                context_len=TABLE,
+                vocab_size=VOCABULARY,
+                hf_config=SimpleNamespace(
+                    architectures=["GlmMoeDsaForCausalLM"],
+                    num_hidden_layers=len(LAYERS),
+                    index_topk=TOPK,
+                    index_n_heads=INDEX_HEADS,
+                    index_head_dim=INDEX_DIM,
+                    indexer_types=["full" if selects else "shared" for selects in LAYERS],
+                ),
+            ),
             is_draft_worker=False,
             is_generation=True,
             req_to_token_pool=backend.req_to_token_pool,
@@ -427,6 +457,7 @@ class Rank:
             device_module=SimpleNamespace(synchronize=lambda: None),
             prefill_backend_name="breakable",
             capture_num_tokens=list(buckets),
+            capture_forward_mode=ForwardMode.EXTEND,
             max_num_tokens=max(buckets),
             max_bs=3,
             max_context_size=None,
@@ -457,19 +488,20 @@ class Rank:
             _qwen_bcg_hc_sidechannel=False,
             _qwen_bcg_mtp_draft=False,
             use_captured_attn_metadata=False,
-            enable_cp_bcg_capture=True,
+            enable_cp_bcg_capture=self.context_parallel,
             tbo_plugin=SimpleNamespace(capture_one_batch_size=lambda batch, num_tokens: None),
             buffers=SimpleNamespace(pp_proxy_tensors=None),
             buffer_registry=build_prefill_registry(
                 device=torch.device("cpu"), max_bs=3, max_num_token=max(buckets), cache_loc_dtype=torch.int64,
                 hidden_size=HIDDEN, embed_dtype=torch.float64, enable_num_token_non_padded=True,
-                require_gathered_buffer=True, enable_prefill_cp=True, share_pool=False,
+                require_gathered_buffer=True, enable_prefill_cp=self.context_parallel, share_pool=False,
+                attn_tp_sharded_fn=lambda tokens: True,
             ),
             _prefill_static_buffers={
                 name: torch.zeros(3, dtype=torch.int64) for name in module._PREFILL_STATIC_FIELDS
             },
         )  # fmt: skip
-        runner.prefill_cp_bcg_input = PrefillCPBCGInput.create(runner)
+        runner.prefill_cp_bcg_input = PrefillCPBCGInput.create(runner) if self.context_parallel else None
         graphs = runner.backend = object.__new__(BreakableCudaGraphBackend)
         vars(graphs).update(
             _cuda_graph_runner=runner,
