@@ -9,48 +9,42 @@ Goes when     SGLang counts which path its MoE layers took.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from glm_sglang.moe import state
 from glm_sglang.moe.counters import Count, Counters
 
-_ATTRIBUTE = "glm_moe_counts"  # on the backend, by ShapeKey: gone with its graphs
+_ATTRIBUTE = "glm_moe_counts"  # on the backend: gone with its graphs
 
 
 def capture_one(
-    original: Callable[..., None],
-    graphs: Any,
-    shape_key: Any,
-    forward_fn: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Around capture_one, which calls `forward_fn` to warm up, then once for the graph: the last call counts."""
+    graphs: Any, shape_key: Any, forward_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before capture_one, which calls `forward_fn` to warm up, then once for the graph: the last call counts.
+
+    By size: variants of a graph (dense attention, adapters) have as many rows.
+    """
     counters = _counters()
     if counters is None:
-        original(graphs, shape_key, forward_fn, *args, **kwargs)
-        return
+        return None
+    captured: dict[int, Count] = graphs.__dict__.setdefault(_ATTRIBUTE, {})
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counted() -> Any:
         counters.discard()
-        return forward_fn(*given, **named)
+        result = forward_fn()
+        captured[shape_key.size] = replace(counters.open)
+        return result
 
-    original(graphs, shape_key, counted, *args, **kwargs)
-    captured: dict[Any, Count] = graphs.__dict__.setdefault(_ATTRIBUTE, {})
-    captured[shape_key] = counters.discard()
+    return (graphs, shape_key, counted, *args), kwargs
 
 
-def replay(original: Callable[..., Any], graphs: Any, shape_key: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around replay: adds what the capture counted, unless layers ran in a break and reported themselves."""
+def replay(_: Any, graphs: Any, shape_key: Any, *args: Any, **kwargs: Any) -> None:
+    """After replay: adds what the capture counted, unless layers ran in a break and reported themselves."""
     counters = _counters()
-    if counters is None:
-        return original(graphs, shape_key, *args, **kwargs)
-    before = counters.open.calls
-    result = original(graphs, shape_key, *args, **kwargs)
-    captured = graphs.__dict__.get(_ATTRIBUTE, {}).get(shape_key)
-    if captured is not None and counters.open.calls == before:
+    captured = graphs.__dict__.get(_ATTRIBUTE, {}).get(shape_key.size)
+    if counters is not None and captured is not None and (counters.replayed or not counters.open.calls):
         counters.replay(captured)
-    return result
 
 
 def _counters() -> Counters | None:

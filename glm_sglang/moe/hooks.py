@@ -7,7 +7,7 @@ Goes when     SGLang runs FP8-block GLM-5.x above its token cap, on SM100, and r
 
 from __future__ import annotations
 
-from glm_sglang.upstream.hooks import Hook, Registration
+from glm_sglang.upstream.hooks import Hook, HookKind, Registration
 
 _ENTRY = "glm_sglang.moe.entry"
 _MEGA = "sglang.srt.layers.moe.mega_moe"
@@ -16,6 +16,7 @@ _BACKENDS = "sglang.srt.model_executor.runner_backend"
 _UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _ENGINE = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
 _MOE = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
+_GRAPHS: tuple[tuple[str, HookKind], ...] = (("capture_one", "before"), ("replay", "after"))
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -96,7 +97,7 @@ HOOKS: tuple[Hook, ...] = (
     *(
         Hook(
             target=f"{_BACKENDS}.{backend}.{name}",
-            kind="around",
+            kind=kind,
             function=f"glm_sglang.moe.graphs:{name}",
             why="a replayed graph runs no Python, so its MoE layers' calls and rows are those that its capture counted",
             remove_when="SGLang counts which path its MoE layers took",
@@ -106,7 +107,7 @@ HOOKS: tuple[Hook, ...] = (
             "full_cuda_graph_backend.FullCudaGraphBackend",
             "breakable_cuda_graph_backend.BreakableCudaGraphBackend",
         )
-        for name in ("capture_one", "replay")
+        for name, kind in _GRAPHS
     ),
     *(
         Hook(

@@ -81,12 +81,16 @@ def arch() -> Arch | None:
 def set_up(model: Any) -> Running:
     """Finds the MoE layers of a loaded model and builds what they share. Collective over the EP group.
 
-    Raises RuntimeError where a layer could not run MegaMoE: then the server must not start.
+    Raises RuntimeError where a layer could not run MegaMoE, or there is none: then the server must not start.
     """
     global _running
     layers = list(moe_layers(model))
     reason = choice.handed_down().reason
-    if not active() or not layers:
+    if active() and not layers:
+        raise RuntimeError(
+            f"{type(model).__name__} has no MoE layers of SGLang's GLM-5.x (--model-impl sglang); use --glm-moe stock"
+        )
+    if not active():
         _running = Running(choice.STOCK, reason, len(layers), Counters())
         _running.counters.publish()
         return _running

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from test_moe_layer import SCALING, TOP_K, OneRank, layer, tokens
 
 from glm_sglang.moe import entry, state
@@ -22,27 +23,35 @@ BACKENDS = (
 
 
 class Backend:
-    """Captures as SGLang's do: two warm-ups and the run that counts; a replay runs no Python but a break's."""
+    """Captures as SGLang's do: two warm-ups and the run that counts; a replay runs no Python but a break's.
+
+    Two graphs a size, as where short prompts have one of their own.
+    """
 
     def __init__(self, *, breaks: bool = False) -> None:
         self.breaks = breaks
         self.forwards: dict[int, Callable[[], Any]] = {}
 
-    def capture_one(self, size: int, forward_fn: Callable[[], Any]) -> None:
-        for _ in range(3):
+    def capture_one(self, shape_key: ShapeKey, forward_fn: Callable[[], Any]) -> None:
+        for _ in range(2 * 3):
             forward_fn()
-        self.forwards[size] = forward_fn
+        self.forwards[shape_key.size] = forward_fn
 
-    def replay(self, size: int) -> str:
+    def replay(self, shape_key: ShapeKey) -> str:
         if self.breaks:
-            self.forwards[size]()
-        return f"output {size}"
+            self.forwards[shape_key.size]()
+        return f"output {shape_key.size}"
 
 
-def hooked(backend: str, name: str) -> Callable[..., Any]:
-    target = f"sglang.srt.model_executor.runner_backend.{backend}.{name}"
-    (hook,) = (hook for hook in HOOKS if hook.target == target)
-    return partial(resolve_name(hook.function), getattr(Backend, name))
+def hooked(backend: str) -> type[Backend]:
+    """The backend with this room's declared hooks, as SGLang's registry puts them in."""
+    wrapped = type("Backend", (Backend,), {})
+    for name in ("capture_one", "replay"):
+        target = f"sglang.srt.model_executor.runner_backend.{backend}.{name}"
+        (hook,) = (hook for hook in HOOKS if hook.target == target)
+        function = resolve_name(hook.function)
+        setattr(wrapped, name, _wrap_fn(getattr(Backend, name), function, HookType(hook.kind)))
+    return wrapped
 
 
 @pytest.fixture
@@ -78,13 +87,13 @@ def step(running: state.Running, count: int, run: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_replay_counts_what_its_bucket_captured(running: state.Running, backend: str) -> None:
     """Buckets of 16 and 40 rows are 1 and 3 calls a layer; 40 rows hold 33 tokens and padding."""
-    graphs, capture, replay = Backend(), hooked(backend, "capture_one"), hooked(backend, "replay")
+    graphs = hooked(backend)()
     for size in (40, 16):
-        capture(graphs, size, model(running, size))
+        graphs.capture_one(ShapeKey(size), model(running, size))
     assert running.counters.report() == {}  # captures compute nothing for anybody
-    assert step(running, 33, lambda: replay(graphs, 40)) == "output 40"
-    step(running, 16, lambda: replay(graphs, 16))
-    step(running, 16, lambda: replay(graphs, 16))
+    assert step(running, 33, lambda: graphs.replay(ShapeKey(40))) == "output 40"
+    step(running, 16, lambda: graphs.replay(ShapeKey(16)))
+    step(running, 16, lambda: graphs.replay(ShapeKey(16, variant_label="dense")))
     step(running, 5, model(running, 5))
     assert running.counters.report() == {
         "megamoe-graph": {
@@ -98,9 +107,9 @@ def test_a_replay_counts_what_its_bucket_captured(running: state.Running, backen
 
 
 def test_layers_that_run_in_a_break_report_themselves(running: state.Running) -> None:
-    graphs, (_, backend) = Backend(breaks=True), BACKENDS
-    hooked(backend, "capture_one")(graphs, 40, model(running, 40))
-    step(running, 40, lambda: hooked(backend, "replay")(graphs, 40))
+    graphs = hooked(BACKENDS[1])(breaks=True)
+    graphs.capture_one(ShapeKey(40), model(running, 40))
+    step(running, 40, lambda: graphs.replay(ShapeKey(40)))
     assert running.counters.report() == {
         "megamoe": {"calls": LAYERS, "tokens": 40 * LAYERS, "chunks": 3 * LAYERS, "rows": 40 * LAYERS}
     }
@@ -108,7 +117,7 @@ def test_layers_that_run_in_a_break_report_themselves(running: state.Running) ->
 
 def test_sglangs_own_path_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_running", None)
-    graphs, seen = Backend(), []
-    hooked(BACKENDS[0], "capture_one")(graphs, 16, lambda: seen.append(1))
-    assert hooked(BACKENDS[0], "replay")(graphs, 16) == "output 16"
-    assert len(seen) == 3
+    graphs, seen = hooked(BACKENDS[0])(), list[int]()
+    graphs.capture_one(ShapeKey(16), lambda: seen.append(1))
+    assert graphs.replay(ShapeKey(16)) == "output 16"
+    assert len(seen) == 6

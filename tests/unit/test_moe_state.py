@@ -79,6 +79,13 @@ def test_server_info_says_path_and_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert (report["path"], report["reason"]) == (decision.path, decision.reason)
 
 
+def test_a_model_without_such_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--model-impl transformers` and ModelOpt's own models would run something else under MegaMoE's name."""
+    monkeypatch.setattr(state, "active", lambda: True)
+    with pytest.raises(RuntimeError, match="Linear has no MoE layers"):
+        state.set_up(torch.nn.Linear(1, 1))
+
+
 def test_every_kernel_is_compiled_with_no_rows_at_each_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks call the same bounds in the same order, whatever they hold; the largest is the capacity."""
     calls: list[tuple[int, int]] = []
