@@ -19,7 +19,8 @@ _BUFFER = 1 << 18
 
 @dataclass(slots=True)
 class Sample:
-    """What one request gave. Times in seconds on time.perf_counter(); `itls` one a token after the first.
+    """What one request gave. Times in seconds on time.perf_counter(); `itls` one a token after the first, or one an event
+    where events do not say how many tokens they hold: then it has fewer, each at least as long.
 
     `text` is the answer without the `reasoning` that the endpoint sends apart from it; `finish` its finish_reason, ""
     where none came. `error` is "" when all went well; times and counts
@@ -163,8 +164,10 @@ class _Reading:
         sample, usage = self.sample, self.usage
         # UPSTREAM: SGLang sends no event for tokens without text (special ones, say). Where an answer ends in them, their
         # number is known from the usage after it alone, and the event that ends the choice is the last one's time.
+        # Without counts in the events they may as well have come together with others, at any time: SGLang's router
+        # (0.3.2) knows `include_usage` only, drops `continuous_usage_stats`, and a busy server sends two in one event.
         silent = int(usage.get("completion_tokens") or 0) - self.tokens
-        if self.ended and silent > 0 and (self.counted or silent == 1):
+        if self.ended and silent > 0 and (self.counted or (not self.tokens and silent == 1)):
             self._arrived(silent, self.ended)
         sample.text, sample.reasoning = "".join(self.pieces), "".join(self.thoughts)
         sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)

@@ -494,7 +494,7 @@ def test_decode_carries_the_streams_up_to_the_first_number_that_is_late(
     assert (best and best["streams"]) == streams
     words = decode_fanin.carried_words(rows, limit_ms)
     if best is None:
-        assert "fewer than the 1 that" in words
+        assert "not even 1, the smallest number tried" in words
     else:
         assert f"{streams} at once, {best['decoding']:.1f} of them decoding on average" in words
 
@@ -545,6 +545,8 @@ def test_every_number_of_streams_has_waves_of_its_own(tmp_path: Path) -> None:
     assert {point.concurrency: work["sessions"] for point, work in asked.items()} == {1: 3, 4: 12, 16: 48}
     assert [(row["streams"], row["requests"]) for row in rows] == [(1, 3), (4, 12), (16, 48)]
     assert [row["decoding"] for row in rows] == pytest.approx([0.6, 2.4, 9.6])
+    # Three tokens each, two gaps; all were seen.
+    assert [row["gaps"] for row in rows] == [{"seen": n, "of": n} for n in (6, 24, 96)]
 
 
 def test_arms_that_want_the_same_devices_are_not_up_together() -> None:
