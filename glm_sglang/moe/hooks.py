@@ -13,6 +13,7 @@ _ENTRY = "glm_sglang.moe.entry"
 _MEGA = "sglang.srt.layers.moe.mega_moe"
 _LOADER = "sglang.srt.model_loader.loader"
 _BACKENDS = "sglang.srt.model_executor.runner_backend"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _ENGINE = "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
 _MOE = "sglang.srt.models.deepseek_v2.DeepseekV2MoE"
@@ -119,7 +120,7 @@ HOOKS: tuple[Hook, ...] = (
             also=also,
         )
         for name, also in (
-            ("end_weight_update", ("sglang.srt.managers.scheduler.Scheduler.pause_generation",)),
+            ("end_weight_update", (f"{_SCHEDULER}.pause_generation", f"{_SCHEDULER}.continue_generation")),
             ("update_weights_from_disk", ()),
             (
                 "update_weights_from_ipc",

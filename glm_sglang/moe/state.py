@@ -31,11 +31,9 @@ class Running:
     layers: int
     counters: Counters
     routed: RoutedExperts | None = None
-    # Of weight updates: by layer, what this rank could not arrange; what no rank may compute with, and whether the
-    # caller had paused generation before that was found.
+    # Of weight updates: by layer, what this rank could not arrange; and what no rank may compute with.
     unfinished: dict[int, str] = field(default_factory=dict)
     blocked: str = ""
-    paused_before: bool = False
 
     def report(self) -> dict[str, Any]:
         """For /server_info."""

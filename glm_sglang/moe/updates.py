@@ -34,12 +34,13 @@ def answer(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     scheduler = manager.scheduler
     if not found:
         if running.blocked and scheduler is not None:
-            scheduler._engine_paused = running.paused_before
+            # UPSTREAM: None unless the caller paused generation as well.
+            scheduler._engine_paused = scheduler._pause_started_at is not None
         running.blocked = ""
         return result
-    if not running.blocked and scheduler is not None:
+    if scheduler is not None:
         # UPSTREAM: what pause_generation sets in mode "in_place"; the event loops then run no batch.
-        running.paused_before, scheduler._engine_paused = scheduler._engine_paused, True
+        scheduler._engine_paused = True
     running.blocked = "; ".join(found)
     manager._session = session
     result.success = False

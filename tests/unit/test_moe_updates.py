@@ -32,10 +32,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 class Updater:
     """SGLang's manager on one rank: post-processes one layer, then closes the session."""
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, paused: bool) -> None:
         self.experts = experts
         self.tp_cpu_group = dist.group.WORLD
-        self.scheduler = SimpleNamespace(_engine_paused=False)
+        self.scheduler = SimpleNamespace(_engine_paused=paused, _pause_started_at=1.0 if paused else None)
         self._session: object | None = object()
 
     def end(self, _: Any) -> SimpleNamespace:
@@ -44,7 +44,7 @@ class Updater:
         return SimpleNamespace(success=True, message="Success")
 
 
-def on_rank(rank: int, _: int) -> dict[str, Any]:
+def on_rank(rank: int, paused: bool) -> dict[str, Any]:
     """An update of rank 1's first expert: its gate alone, then all of it."""
     first, second = checkpoint(1, EXPERTS), checkpoint(2, EXPERTS)
     experts = parameters(first)
@@ -53,7 +53,7 @@ def on_rank(rank: int, _: int) -> dict[str, Any]:
     running = state.Running("megamoe", "", 1, Counters(), routed=SimpleNamespace())  # type: ignore[arg-type]
     old = state._running, state.arch, state.active
     state._running, state.arch, state.active = running, lambda: Arch.SM90, lambda: True
-    manager, found = Updater(experts), {}
+    manager, found = Updater(experts, paused), {}
     try:
         half = len(first.w13[0]) // 2
         if rank == 1:
@@ -71,7 +71,7 @@ def on_rank(rank: int, _: int) -> dict[str, Any]:
         answer = updates.answer(Updater.end, manager, None)
         found["whole"] = answer.success
         found["closed"] = manager._session is None
-        found["resumed"] = not manager.scheduler._engine_paused
+        found["paused after"] = manager.scheduler._engine_paused
         held = [deinterleave_gate_up(rows) for rows in experts.w13_weight.data]
         found["first expert"] = same(held[0], (second if rank else first).w13[0])
         found["others"] = same(torch.stack(held[1:]), first.w13[1:])
@@ -81,15 +81,17 @@ def on_rank(rank: int, _: int) -> dict[str, Any]:
     return found
 
 
-def test_both_ranks_answer_alike_and_the_next_update_mends_it(pair: Pair) -> None:
-    for found in pair.results(on_rank, 0):
+@pytest.mark.parametrize("paused", [False, True])
+def test_both_ranks_answer_alike_and_the_next_update_mends_it(pair: Pair, paused: bool) -> None:
+    """A caller who has paused generation finds it paused."""
+    for found in pair.results(on_rank, paused):
         success, message = found["half"]
         assert not success
         assert "rank 1, layer 7: expert 0: only parts [0] of 2 were loaded again" in message
         assert message.endswith("then end_weight_update again")
         assert (found["open"], found["paused"]) == (True, True)
         assert "experts that are not whole" in found["pass"]
-        assert (found["whole"], found["closed"], found["resumed"]) == (True, True, True)
+        assert (found["whole"], found["closed"], found["paused after"]) == (True, True, paused)
         assert (found["first expert"], found["others"], found["blocked"]) == (True, True, "")
 
 
