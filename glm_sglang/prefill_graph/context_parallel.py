@@ -1,17 +1,15 @@
 """Graphs under interleaved context parallelism, for GLM-5.x.
 
 Targets       InterleaveCPBCGInput.supports, .prepare; DSAInterleaveCPIndexerOverlap.prepare_qkv;
-              pad_dsa_cache_seqlens; indexer_with_cp_kv; RadixAttention.forward (by way of `whole`).
+              indexer_with_cp_kv; RadixAttention.forward (by way of `whole`).
 Why           SGLang captures interleaved CP for GLM-5.3-Flash without expert parallelism only. And a layer that
               shares another's selection gathers its KV inside a segment, where the collective keeps the sizes of the
               capture: a step with fewer tokens would then write other rows into its slots. (Layers that select
               gather at a break, with live sizes.) And GLM-5.x's indexer stores a key for every slot it is given,
-              where GLM-5.3-Flash's pools keys: at its break the slots of padding are too many. And attention, at its
-              break, has the step's rows but lengths for the bucket's: flashmla_kv, which SGLang takes on Hopper for
-              FP8 KV, then has a schedule for more rows than queries, and flashmla_sparse scans past short contexts.
-              And breaks that own what they read and write (`lifetime`) would hold 180 KB a row, layer and bucket.
+              where GLM-5.3-Flash's pools keys: at its break the slots of padding are too many (and attention's lengths:
+              `rows`). And breaks that own their arguments (`lifetime`) would hold 180 KB a row, layer and bucket.
 How           such a layer's gather becomes a break too, as SGLang's bcg_indexer_with_kv does for the others; a step's
-              slots and lengths end with its tokens. A layer's three breaks own nothing, for every replay writes anew what
+              slots end with its tokens. A layer's three breaks own nothing, for every replay writes anew what
               they read:
               indexer    x, q_lora, this rank's KV: the segment before it.
               gather     this rank's KV: the segment before it.
@@ -79,15 +77,6 @@ def prepare(
         # UPSTREAM: prepare_mlp_sync_batch makes extend_num_tokens the bucket's; the lengths stay the step's.
         tokens = sum(forward_batch.extend_seq_lens_cpu)
         forward_batch.out_cache_loc = forward_batch.out_cache_loc[:tokens]
-
-
-def cached_lengths(original: Callable[[Any, Any], Any], forward_batch: Any, lengths: Any) -> Any:
-    """For pad_dsa_cache_seqlens: in a graph's step, lengths of this rank's own rows only, as attention's break has them.
-
-    lengths [rows of this rank, without padding], int32 → the same. Eagerly attention has the padding's rows as well.
-    """
-    graph = getattr(forward_batch.attn_cp_metadata, "graph_num_tokens", None) is not None
-    return lengths if graph and options.current().ours else original(forward_batch, lengths)
 
 
 def indexer_with_kv(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -187,9 +187,18 @@ HOOKS: tuple[Hook, ...] = (
         platform="cuda",
     ),
     Hook(
+        target="sglang.srt.layers.attention.graph_utils.attention_output_tokens",
+        kind="after",
+        function=f"{_ROOM}.rows:output_rows",
+        why="of a step that was padded to its bucket attention's break neither writes nor clears the padding's rows",
+        remove_when="SGLang clears all that it doesn't write",
+        also=("sglang.srt.layers.radix_attention.RadixAttention._eager_attention",),
+        platform="cuda",
+    ),
+    Hook(
         target="sglang.srt.layers.attention.dsa.utils.pad_dsa_cache_seqlens",
         kind="around",
-        function=f"{_ROOM}.context_parallel:cached_lengths",
+        function=f"{_ROOM}.rows:cached_lengths",
         why="at attention's break a padded step has more lengths than queries, and flashmla_kv's schedule is wrong",
         remove_when="SGLang cuts the lengths where it cuts the queries",
         also=(
@@ -197,6 +206,8 @@ HOOKS: tuple[Hook, ...] = (
             f"{_DSA}._forward_flashmla_kv",
             f"{_DSA}._forward_flashmla_sparse",
             "sglang.srt.layers.cp.padding.attention_query_tokens",
+            "sglang.srt.layers.attention.graph_utils._attention_on_real_rows",
+            "sglang.srt.layers.attention.graph_utils.padded_extend_real_tokens",
         ),
         platform="cuda",
     ),

@@ -99,6 +99,7 @@ def topk_to_slots(
 ) -> torch.Tensor:
     """sgl_kernel's fast_topk_transform_fused."""
     same("lengths", lengths.shape[0], score.shape[0])
+    row_starts = torch.zeros(score.shape[0]) if row_starts is None else row_starts
     same("row_starts", row_starts.shape[0], score.shape[0])
     same("cu_seqlens_q", cu_seqlens_q.shape[0], page_table_size_1.shape[0] + 1)
     same("queries", int(cu_seqlens_q[-1]), score.shape[0])

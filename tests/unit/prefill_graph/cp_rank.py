@@ -30,7 +30,7 @@ HOOKED = (
     "lifetime:keep",
     "whole:attention_forward",
     "context_parallel:prepare",
-    "context_parallel:cached_lengths",
+    "rows:cached_lengths",
     "context_parallel:prepare_qkv",
     "context_parallel:indexer_with_kv",
 )
@@ -61,6 +61,7 @@ class Seen:
     bounds: list[int]
     padded_to: int
     kept: int  # bytes of the graphs' memory that breaks own
+    table: int = TABLE
 
 
 class Kernel:

@@ -7,18 +7,11 @@ whatever no tensor owns there is not a number, or a huge index.
 
 from __future__ import annotations
 
-import io
-import multiprocessing
-import traceback
-from collections.abc import Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from glm_sglang.prefill_graph import buckets
 from tests.unit.prefill_graph import recorded_graph
@@ -34,10 +27,9 @@ from tests.unit.prefill_graph.cp_rank import (
     Rank,
     Seen,
     Step,
-    load,
 )
+from tests.unit.prefill_graph.ranks import both, near
 
-BOUND_S = 120  # of a hang; all steps take a second
 PLAN = buckets.plan(128, cp_size=RANKS)
 STEPS = {
     "a full bucket": Step(((0, 64),)),
@@ -52,58 +44,10 @@ STEPS = {
 Passes = dict[str, tuple[Seen, Seen]]  # eager, replayed
 
 
-def serve(
-    rank: int, store: str, pipe: Connection, impl: str, without: Sequence[str], steps: dict[str, Step]
-) -> None:
-    """What this rank sees of every step (of one without context parallelism, whether it replays), or why it ended."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=BOUND_S)
-    )
-    try:
-        here = Rank(rank, PLAN.buckets, impl, without)
-        found: Any = {
-            name: (here.run(step, graph=False), here.run(step, graph=True))
-            if step.tokens >= RANKS
-            else here.replays(step)
-            for name, step in steps.items()
-        }
-    except Exception as error:
-        found = (str(error), traceback.format_exc())
-    answer = io.BytesIO()
-    torch.save(found, answer)
-    pipe.send_bytes(answer.getvalue())
-    pipe.poll(BOUND_S)  # the other rank may still be in the last collective; the end is `both`'s
-
-
-def both(store: Path, impl: str, steps: dict[str, Step], *, without: Sequence[str] = ()) -> list[Any]:
-    """Both ranks' answers, in rank order; `without` these hooks."""
-    load()
-    context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, str(store), theirs, impl, without, steps))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        answers = []
-        for pipe in pipes:
-            assert pipe.poll(BOUND_S), f"no answer within {BOUND_S} s"
-            answers.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
-        return answers
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
 @pytest.fixture(scope="module", params=["flashmla_sparse", "flashmla_kv"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Passes]:
     """Both ranks' passes, by the attention that SGLang takes on an H200 for BF16 and for FP8 KV."""
-    answers = both(tmp_path_factory.mktemp("gloo") / "store", request.param, STEPS)
+    answers = both(tmp_path_factory.mktemp("gloo") / "store", Rank, PLAN.buckets, request.param, STEPS)
     for answer in answers:
         assert isinstance(answer, dict), answer[1]
     return answers
@@ -120,10 +64,6 @@ def slots_of(step: Step) -> list[int]:
         for request, (prefix, new) in enumerate(step.prompts)
         for position in range(prefix, prefix + new)
     ]
-
-
-def near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -203,7 +143,10 @@ def by_layer(seen: Seen) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_too_few_tokens_for_both_ranks_run_eagerly(tmp_path: Path) -> None:
-    assert both(tmp_path / "store", "flashmla_sparse", {"one": Step(((30, 1),))}) == [{"one": False}] * RANKS
+    assert (
+        both(tmp_path / "store", Rank, PLAN.buckets, "flashmla_sparse", {"one": Step(((30, 1),))})
+        == [{"one": False}] * RANKS
+    )
 
 
 def test_breaks_own_none_of_the_graphs_memory(ranks: list[Passes]) -> None:
@@ -215,7 +158,14 @@ def test_breaks_own_none_of_the_graphs_memory(ranks: list[Passes]) -> None:
 def test_a_break_that_is_not_known_owns_what_it_is_given_in_every_layer_and_bucket(tmp_path: Path) -> None:
     """Then results are the same; what it costs is at least attention's queries and output."""
     steps = {"a cached prefix": STEPS["a cached prefix"]}
-    answers = both(tmp_path / "store", "flashmla_sparse", steps, without=["context_parallel:indexer_with_kv"])
+    answers = both(
+        tmp_path / "store",
+        Rank,
+        PLAN.buckets,
+        "flashmla_sparse",
+        steps,
+        without=["context_parallel:indexer_with_kv"],
+    )
     for passes in answers:
         assert isinstance(passes, dict), passes[1]
         eager, graph = passes["a cached prefix"]
@@ -235,7 +185,9 @@ def test_a_selection_that_nobody_holds_until_its_last_reader_is_lost(
         return x, recorded_graph.POOL.weak(topk)
 
     monkeypatch.setattr(Layer, "__call__", forgetful)  # the ranks are forks
-    for error, trace in both(tmp_path / "store", "flashmla_sparse", {"few tokens": STEPS["few tokens"]}):
+    for error, trace in both(
+        tmp_path / "store", Rank, PLAN.buckets, "flashmla_sparse", {"few tokens": STEPS["few tokens"]}
+    ):
         assert "out of bounds" in error, trace
 
 
@@ -244,11 +196,13 @@ def test_a_selection_that_nobody_holds_until_its_last_reader_is_lost(
     [
         # What a server on two H200 said: more slots than keys. So this device sees what a GPU sees.
         ("flashmla_sparse", "context_parallel:prepare", "num_tokens: expected 21 but got 32"),
-        ("flashmla_kv", "context_parallel:cached_lengths", "cache_seqlens: expected {rows} but got 16"),
+        ("flashmla_kv", "rows:cached_lengths", "cache_seqlens: expected {rows} but got 16"),
     ],
 )
 def test_without_the_cuts_kernels_refuse(tmp_path: Path, impl: str, left_out: str, refusal: str) -> None:
     steps = {"a cached prefix": STEPS["a cached prefix"]}
-    for rank, (error, trace) in enumerate(both(tmp_path / "store", impl, steps, without=[left_out])):
+    for rank, (error, trace) in enumerate(
+        both(tmp_path / "store", Rank, PLAN.buckets, impl, steps, without=[left_out])
+    ):
         rows = rows_of(rank, steps["a cached prefix"])
         assert error == f"Size mismatch for {refusal.format(rows=rows)}", trace
