@@ -41,8 +41,13 @@ class PageCopier(Protocol):
     def start_save(self, pages: Sequence[int], into: Sequence[HostPage]) -> Callable[[], None]:
         """Device pages, by number, into host pages. The result returns when the bytes are there."""
 
-    def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
-        """Host pages into device pages. Calls `landed(layer)` for each layer, in order, once it is complete."""
+    def start_load(
+        self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """Host pages into device pages. Calls `landed(layer)` for each layer, in order, once whoever reads it may be told
+        (`layer_waits`). The result, for any thread, returns when the host pages are no longer read and the device pages
+        no longer written; where this raises, that is so already.
+        """
 
 
 class TorchPageCopier:
@@ -97,6 +102,13 @@ class TorchPageCopier:
                 for row, page in zip(staging, into[start : start + self.block], strict=True):
                     page.tensor.copy_(row, non_blocking=self._cuda)
                 self._synchronize("save")
+
+    def start_load(
+        self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """The copies are complete when this returns; there is nothing left to wait for."""
+        self.load(pages, source, landed)
+        return _nothing
 
     def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
         """A layer has landed when the last block's part of it has."""

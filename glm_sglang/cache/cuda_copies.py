@@ -4,9 +4,10 @@ Save: on a side stream that waits for the forward's event, one kernel gathers a 
 staging slot; on another, strided copies take the slot to host memory. Load: strided copies bring some layers of many
 pages into a slot, a kernel scatters them, and so on layer by layer; the forward's stream waits for a layer's event.
 
-Who waits for what: streams for events of each other; the save and load threads for events, by asking now and then; the
-scheduler's and the forward's thread for nothing. What is queued on the device is bounded by what the callers have
-started: the copier's `depth` blocks of a save, one load.
+Who waits for what: streams for events of each other; the threads of saves and loads for events, by asking now and then;
+the scheduler's and the forward's thread for nothing (`cuda_layers` says why they need not). What is queued on the device
+is bounded by what the callers have started: the copier's `depth` blocks of a save, the loads of the batches in flight, of
+which SGLang has two.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _Block:
 
 
 class CudaPageCopier:
-    """`copier.PageCopier` for a GPU; one save thread and one load thread at a time.
+    """`copier.PageCopier` for a GPU; saves are started by one thread and loads by one, and may be waited for by others.
 
     Owns 2 · 3 slots of staging (64 MiB each, or one page where that is more), four streams, and its tables, until
     it is dropped. `landed` of a load is called when a layer's copies are *queued*, in order: `queued_layer` marks the
@@ -200,8 +201,16 @@ class CudaPageCopier:
     # Load
 
     def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
-        """Host pages into device pages. Returns, or raises, when the host pages are no longer read and the device
-        pages no longer written. `landed(layer)` is called much sooner.
+        """Host pages into device pages. Returns when the bytes are there; `landed(layer)` is called much sooner."""
+        self.start_load(pages, source, landed)()
+
+    def start_load(
+        self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """Queues the copies; the result waits until they are done. Until then both sides belong to the copy.
+
+        Loads may be started before the one before is done: they go through the same streams, in order. Where queueing
+        fails it raises only when nothing is under way any more.
         """
         _check(pages, source)
         try:
@@ -221,8 +230,16 @@ class CudaPageCopier:
                     self._load_block(group, table, block)
                 for layer in group.layers:
                     landed(layer)
-        finally:
+        except BaseException:
             self._drain(self._to_device, self._scatter)
+            raise
+        done = self._mark(self._scatter)  # behind every copy: each is scattered
+
+        def wait() -> None:
+            self._runtime.begin_thread()
+            self._runtime.poll(done.query)
+
+        return wait
 
     def _load_block(self, group: cuda_plan.Group, table: CopyTable, block: _Block) -> None:
         slot = self._loading.take(self._to_device)

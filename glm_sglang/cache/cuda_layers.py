@@ -1,8 +1,25 @@
 """Layers of a load that have been queued on the device: the forward's stream waits for them, its thread does not.
 
 UPSTREAM: LayerWiseLoadCounter. A pool calls `wait_until(layer)` when a layer is read. There the thread waits until the
-layer's copies are queued (the load thread queues a whole load within milliseconds), and its current stream waits
-until they have been done.
+layer's copies are queued (the load thread queues neighbouring host pages within milliseconds; scattered ones take it as
+long as their copies), and its current stream waits until they have been done.
+
+Order. `finish` is called on the scheduler's thread as soon as the batch is launched, and must not wait for the device: it
+returns while copies are under way. That is safe because the batch's forward is behind the whole load on the device:
+layers are queued in order on one stream, and the forward's stream waits for the last one (`_Batch.joined`). So of those
+who touch the batch's slots, or what the load reads, afterwards
+  the batch's result     is copied behind the forward; SGLang sends pages to decode and frees slots once it has come.
+  an early send          (a cached prefix, before any forward) waits for no stream with NIXL: `gate.early_send` leaves it
+                         out until the result of a batch that loads has come.
+  later forwards         run on the same stream; so a slot that is freed or evicted, by an abort too, is written later.
+  later saves            wait for an event of that stream, recorded when they are asked for (`CudaPageCopier.written`).
+  later loads            go through the same two streams, in order.
+  pool pages, staging    are released by the load's own events: `LoadQueue` keeps the pins until its last copy is done,
+                         a slot of the ring is filled again behind `Slot.free`. Neither asks for `finish`.
+  flush and shutdown     wait for `LoadQueue`, not for `finish`.
+Where the forward has not waited for the last layer, or the load has failed, none of that holds: `finish` waits until
+nothing is written any more. A copy that fails once it is queued is an error of the whole CUDA context: the forward's
+result never comes, and no later call succeeds.
 """
 
 from __future__ import annotations
@@ -12,12 +29,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
-
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_plan import one_region
 from glm_sglang.cache.cuda_runtime import CudaRuntime, Event
 from glm_sglang.cache.device_pages import DevicePages
+from glm_sglang.cache.layer_waits import MeasuredLayerCounter
 
 
 class QueuedLayers(Protocol):
@@ -30,15 +46,19 @@ class QueuedLayers(Protocol):
 
 @dataclass(slots=True)
 class _Batch:
-    """A load: an event for each layer that is queued, and whether no more will be."""
+    """A load: an event for each layer that is queued, and whether no more will be.
+
+    joined: the forward's stream waits for the last layer, so whatever follows it there follows the load.
+    """
 
     queued: dict[int, Event] = field(default_factory=dict)
     failed: bool = False
+    joined: bool = False
     change: threading.Condition = field(default_factory=threading.Condition)
 
 
-class StreamLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
-    """`complete` and `fail` are called on the load thread, the rest on the thread of scheduler and forward.
+class StreamLayerCounter(MeasuredLayerCounter):
+    """`complete` and `fail` are called on the load's threads, the rest on the thread of scheduler and forward.
 
     One lock a batch, where upstream's has a future a layer: 78 of them are made in the scheduler's time.
     """
@@ -74,15 +94,17 @@ class StreamLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
         if batch is None:
             return
         if threshold not in batch.queued:
-            with batch.change:
+            with self.waiting(), batch.change:
                 batch.change.wait_for(lambda: threshold in batch.queued or batch.failed)
         event = batch.queued.get(threshold)
         if event is not None:  # none: the load has failed, which finish reports
             self._copier.reader_waits(event)
+            batch.joined |= threshold == self.num_layers - 1
 
     def finish(self, index: int) -> bool:
-        """Whether all has landed; returns when the batch writes no more. After the batch's forward, so normally
-        without waiting.
+        """Whether all layers were queued. The batch's forward has been launched.
+
+        Waits for the load thread while it queues, and for the device only where the forward does not.
         """
         batch = self._batches.get(index)
         if batch is None:
@@ -90,10 +112,11 @@ class StreamLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
         with batch.change:
             batch.change.wait_for(lambda: len(batch.queued) == self.num_layers or batch.failed)
         del self._batches[index]
-        if batch.queued:
+        whole = len(batch.queued) == self.num_layers and not batch.failed
+        if batch.queued and not (whole and batch.joined):
             # Layers are queued in order, on one stream.
             self._copier.settle(batch.queued[max(batch.queued)])
-        return bool(len(batch.queued) == self.num_layers)
+        return whole
 
     def reset(self) -> None:
         super().reset()

@@ -111,6 +111,26 @@ def order_queue(original: Callable[..., Any], policy: Any, *args: Any, **kwargs:
         linker.peeking = False
 
 
+def early_send(original: Callable[..., Any], scheduler: Any, req: Any, allow_send: bool = True) -> None:
+    """Around SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk: no cached prefix is sent ahead of its
+    batch while the result of a batch that loads is outstanding. What is not sent ahead is sent after the forward.
+
+    UPSTREAM: a prompt that continues in the next batch is in the tree before its first chunk has been computed, and
+    another request may match it there; Mooncake waits for the forward before it reads such pages, NIXL
+    (`NixlKVManager.add_transfer_request`) leaves the event alone. The same on every rank, as chunks are counted: by
+    batches, not by what has landed. `allow_send` is False of each request of a batch that loads.
+    """
+    linker = in_use()
+    if linker is not None:
+        if not allow_send:
+            linker.loads_launched = scheduler.forward_ct
+        outstanding = getattr(
+            scheduler, "pp_loop_size", 1
+        )  # batches, this one apart; there with pipeline parallelism
+        allow_send = allow_send and scheduler.forward_ct - linker.loads_launched > outstanding
+    original(scheduler, req, allow_send=allow_send)
+
+
 def request_gone(_: None, wrapper: Any, rid: str) -> None:
     """After UnifiedCacheLinkerWrapper.release_request: upstream tells the linker only of a queued load."""
     linker = _ours(wrapper)

@@ -6,6 +6,7 @@ from glm_sglang.upstream.hooks import Hook
 
 _GATE = "glm_sglang.cache.gate"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 _WRAPPER = f"{_LINKER}.UnifiedCacheLinkerWrapper"
@@ -48,6 +49,14 @@ HOOKS: tuple[Hook, ...] = (
             "sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests",
             "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add",
         ),
+    ),
+    Hook(
+        target=f"{_PREFILL}.maybe_send_cached_prefix_chunk",
+        kind="around",
+        function=f"{_GATE}:early_send",
+        why="it has NIXL read pages of a prefix that the batch before is still loading",
+        remove_when="NixlKVManager waits for wait_event before it reads, as Mooncake's does",
+        also=(f"{_PREFILL}.event_loop_overlap_disagg_prefill",),
     ),
     Hook(
         target="sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",

@@ -15,13 +15,16 @@ results in step on all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from glm_sglang.cache import build
 from glm_sglang.cache.arrivals import Arrivals
@@ -29,6 +32,7 @@ from glm_sglang.cache.audit import Audit
 from glm_sglang.cache.copier import PageCopier
 from glm_sglang.cache.device_pages import DevicePages
 from glm_sglang.cache.in_use import set_in_use
+from glm_sglang.cache.layer_waits import HostLayerCounter, MeasuredLayerCounter
 from glm_sglang.cache.loads import Load, LoadQueue
 from glm_sglang.cache.rate import PrefillRate
 from glm_sglang.cache.recorder import Recorder
@@ -51,7 +55,7 @@ class _Pin:
 class Parts:
     """What a linker is made of; `build.parts` makes them for a server, a test makes its own.
 
-    The linker owns all of it and closes it. counter: where None, SGLang's own, on which the host waits.
+    The linker owns all of it and closes it. counter: where None, SGLang's, on which the host waits for the bytes.
     """
 
     store: PageStore
@@ -62,7 +66,7 @@ class Parts:
     wait_s: float | None
     prefetches: bool
     save_limit_pages: int
-    counter: Any = None
+    counter: MeasuredLayerCounter | None = None
 
 
 class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -97,7 +101,9 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if running is None
             else (lambda seconds: recorder.observe("scheduler_stall_running_seconds", seconds), running),
         )
-        self.layer_done_counter = parts.counter or LayerWiseLoadCounter(len(parts.device.layers))
+        self.layer_done_counter = parts.counter or HostLayerCounter(len(parts.device.layers))
+        self.layer_done_counter.waiting = self._waiting_for_a_load
+        self._load_waited = 0.0
         # UPSTREAM: the wrapper only asks whether a name is in here.
         self.pools: dict[PoolName, object] = {PoolName.KV: parts.device, PoolName.INDEXER: parts.device}
         self._store = parts.store
@@ -126,6 +132,7 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.matching: str | None = None
         self.tail: tuple[int, int] | None = None
         self.peeking = False
+        self.loads_launched = -sys.maxsize  # the scheduler's number of the last batch with loads
         self.off = False
         self._closed = False
         recorder.gauge("cache_off", lambda: float(self.off))
@@ -176,9 +183,22 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return self._loads.start(loads, self.parts.copier.written(self.forward_stream))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Waits until the batch writes no more; whether all of it landed."""
-        with self.recorder.timing("cache_load_wait_seconds"):
-            return bool(self.layer_done_counter.finish(counter_index))
+        """Whether the batch landed, or will before anybody can touch its slots (`cuda_layers` on a GPU)."""
+        with self._waiting_for_a_load():
+            landed = bool(self.layer_done_counter.finish(counter_index))
+        self.recorder.observe("cache_load_wait_seconds", self._load_waited)
+        self._load_waited = 0.0
+        return landed
+
+    @contextmanager
+    def _waiting_for_a_load(self) -> Iterator[None]:
+        """Around all that the scheduler's thread waits for a load, while it launches the batch or after."""
+        with self.stalls.measure():
+            began = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._load_waited += time.perf_counter() - began
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Whether the load had not started, and now never will."""

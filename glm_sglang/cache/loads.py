@@ -1,4 +1,4 @@
-"""Loads: pinned pool pages into the device slots of requests, layer by layer, on a thread."""
+"""Loads: pinned pool pages into the device slots of requests, layer by layer, on threads."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class Load:
 
 
 class LoadQueue:
-    """Batches of loads, one after the other.
+    """Batches of loads, one after the other. One thread starts their copies, the other ends them when they are done: the
+    next batch is queued on the device while the one before is still copied, or its forward would wait for both.
 
-    A load cannot miss: its pages are pinned in the pool. What can still fail is the copy; then the counter says so and
-    SGLang aborts the batch's requests, whose slots nobody else has seen.
+    A load cannot miss: its pages are pinned in the pool, until its last copy is done. What can still fail is to start the
+    copies; then the counter says so and SGLang aborts the batch's requests, whose slots nobody else has seen.
     """
 
     def __init__(
@@ -59,8 +60,13 @@ class LoadQueue:
         self._recorder = recorder
         self._audit = audit
         self._work: queue.Queue[tuple[int, list[Load], Callable[[], None]] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="glm-cache-load", daemon=True)
-        self._thread.start()
+        self._under_way: queue.Queue[tuple[int, list[Load], Callable[[], None]] | None] = queue.Queue()
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for run, name in ((self._start_all, "glm-cache-load"), (self._end_all, "glm-cache-landed"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, loads: list[Load], free: Callable[[], None]) -> int:
         """Starts one batch; its index at the counter. `free` waits until the slots may be written."""
@@ -73,26 +79,47 @@ class LoadQueue:
         self._work.join()
 
     def close(self) -> None:
-        """Ends the thread after what is queued."""
+        """Ends the threads after what is queued."""
         self._work.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self) -> None:
+    def _start_all(self) -> None:
         while (batch := self._work.get()) is not None:
             index, loads, free = batch
             try:
-                self._load(index, loads, free)
+                landed = self._copy(index, loads, free)
             except BaseException as error:
-                logger.exception("a load failed; its requests are aborted")
-                self._recorder.add("cache_failed_loads", amount=len(loads))
-                self._counter.fail(index, error)
+                self._failed(index, loads, error)
+                self._release(loads)
+            else:
+                self._under_way.put((index, loads, landed))
+        self._work.task_done()
+        self._under_way.put(None)
+
+    def _end_all(self) -> None:
+        while (batch := self._under_way.get()) is not None:
+            index, loads, landed = batch
+            try:
+                landed()
+                self._recorder.add("cache_load_pages", amount=sum(len(load.pages) for load in loads))
+            except BaseException as error:
+                self._failed(index, loads, error)
             finally:
-                for load in loads:
-                    self._store.release(load.pages)
-                self._work.task_done()
+                self._release(loads)
+
+    def _failed(self, index: int, loads: list[Load], error: BaseException) -> None:
+        logger.error("a load failed; its requests are aborted", exc_info=error)
+        self._recorder.add("cache_failed_loads", amount=len(loads))
+        self._counter.fail(index, error)
+
+    def _release(self, loads: list[Load]) -> None:
+        for load in loads:
+            self._store.release(load.pages)
         self._work.task_done()
 
-    def _load(self, index: int, loads: list[Load], free: Callable[[], None]) -> None:
+    def _copy(self, index: int, loads: list[Load], free: Callable[[], None]) -> Callable[[], None]:
+        """Starts the batch's copies; what waits for their end."""
         free()
         numbers: list[int] = []
         pages: list[HostPage] = []
@@ -100,5 +127,4 @@ class LoadQueue:
             numbers.extend(page_numbers(load.indices, self._page_tokens))
             pages.extend(load.pages)
             self._audit.record("load", load.keys, load.pages)
-        self._copier.load(numbers, pages, lambda layer: self._counter.complete(index, layer))
-        self._recorder.add("cache_load_pages", amount=len(pages))
+        return self._copier.start_load(numbers, pages, lambda layer: self._counter.complete(index, layer))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from glm_connectors.tiers import Metric, MetricTable, Sink
 
@@ -62,7 +60,11 @@ METRICS: tuple[Metric, ...] = (
         buckets=_SECONDS,
     ),
     Metric(
-        "cache_load_wait_seconds", "histogram", "end of a forward to the end of its loads", buckets=_SECONDS
+        "cache_load_wait_seconds",
+        "histogram",
+        "what the scheduler's thread waited for a batch's loads while it launched the batch and right after: part of "
+        "scheduler_stall_seconds",
+        buckets=_SECONDS,
     ),
     Metric(
         "cache_hash_seconds",
@@ -73,7 +75,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "scheduler_stall_seconds",
         "histogram",
-        "time that a scheduling step spent in the cache, of steps that had anything to do with it",
+        "time that a scheduling step spent in the cache, waits of the forward's launch for loads among it, of steps that "
+        "had anything to do with it",
         buckets=_SECONDS,
     ),
     Metric(
@@ -110,15 +113,6 @@ class Recorder:
     def gauge(self, name: str, read: Callable[[], float]) -> None:
         """How a gauge is read; must not block."""
         self.table.read_from(name, read=read)
-
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Observes how long the block takes."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.observe(name, time.perf_counter() - began)
 
     def start(self) -> None:
         """Starts the exporter's turns, where there is one."""

@@ -15,8 +15,8 @@ class StallClock:
     """Adds up the time that one scheduler step spends in our calls. Scheduler thread only.
 
     `observe` gets the total of each step in which something was done besides polling: idle polls would make
-    any percentile look good. Waiting for a layer to be loaded is no stall: the forward waits for its data there, as it
-    would compute them otherwise; it is measured apart.
+    any percentile look good. What the launch of a forward waits for its loads is part of it: on a GPU until their copies
+    are queued (until they are done where the forward does not wait for them itself), on a CPU until they are done.
 
     beside: a second observer and its clock, for the same calls and steps.
     """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from glm_sglang.cache.copier import TorchPageCopier
+from glm_sglang.cache.stalls import StallClock
 from tests.unit.cache.memory_store import MemoryStore
 from tests.unit.cache.tree import PAGE, Tree, expected_page
 
@@ -69,7 +71,43 @@ def test_a_prompt_comes_back_after_the_device_has_lost_it(make_tree: MakeTree) -
     assert tree.cache.linker.finish_loads() == []
     assert slots.numel() == 4 * PAGE
     assert restored(tree, tokens, slots)
+    tree.linker._loads.quiesce()
     assert tree.store.pinned == 0
+
+
+def test_what_the_launch_of_a_forward_waits_for_its_load_is_a_stall(make_tree: MakeTree) -> None:
+    """7 s by a clock that moves while the forward's thread waits, and at no other time."""
+    tree = make_tree(copier=Gated)
+    tokens = prompt(2)
+    saved(tree, tokens)
+    now = [0.0]
+    steps: list[float] = []
+    tree.linker.stalls = StallClock(steps.append, clock=lambda: now[0])
+    tree.copier.may_load.clear()
+    req = tree.request([*tokens, 7])
+    tree.match(req)
+    tree.load(req)
+    counter = tree.linker.layer_done_counter
+    counter.set_consumer(tree.cache.linker.start_layer_wise_loading())
+    measured = counter.waiting
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        with measured():
+            now[0] += 7.0
+            tree.copier.may_load.set()
+            yield
+
+    counter.waiting = waiting
+    counter.wait_until(0)
+    tree.linker._loads.quiesce()
+    for layer in range(len(tree.pages.layers)):
+        counter.wait_until(layer)
+    assert tree.cache.linker.finish_loads() == []
+    tree.step()
+    assert steps == [7.0]
+    waited: Any = tree.recorder.table.snapshot()["cache_load_wait_seconds"][()]
+    assert sum(waited.counts) == 1
 
 
 def test_another_process_gets_it_from_the_remote_tier(make_tree: MakeTree) -> None:

@@ -79,6 +79,8 @@ class SimDevice:
         self.copies = 0
         self.break_copy_at: int | None = None
         self.paused = False
+        self.stuck: set[SimStream] = set()  # streams on which nothing runs
+        self.may_not_poll: int | None = None  # a thread that waits for nothing
         self._lock = threading.RLock()
 
     def _new(self) -> SimStream:
@@ -90,7 +92,7 @@ class SimDevice:
         """Between none and a few operations, of any streams; none while the device is paused."""
         with self._lock:
             for _ in range(0 if self.paused else self._random.choice((0, 1, 2, 5))):
-                able = [stream for stream in self.streams if stream.runnable()]
+                able = self._able()
                 if not able:
                     return
                 self._random.choice(able).run_one()
@@ -98,10 +100,17 @@ class SimDevice:
     def run_all(self) -> None:
         """Until nothing is queued. AssertionError where streams wait for each other."""
         with self._lock:
-            while any(self.streams):
-                able = [stream for stream in self.streams if stream.runnable()]
-                assert able, "streams wait for each other"
+            self.run_what_can()
+            assert not any(self.streams), "streams wait for each other"
+
+    def run_what_can(self) -> None:
+        """Until nothing that is queued can run."""
+        with self._lock:
+            while able := self._able():
                 self._random.choice(able).run_one()
+
+    def _able(self) -> list[SimStream]:
+        return [stream for stream in self.streams if stream not in self.stuck and stream.runnable()]
 
     def begin_thread(self) -> None:
         """Nothing."""
@@ -142,6 +151,7 @@ class SimDevice:
 
     def poll(self, done: Callable[[], bool]) -> None:
         self.host_waits += 1
+        assert threading.get_ident() != self.may_not_poll, "this thread waits for the device"
         ends = time.monotonic() + 20
         while not done():
             assert time.monotonic() < ends, "waits for what never comes"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -101,3 +103,36 @@ def test_without_a_load_nobody_waits(events: Events) -> None:
     counter.wait_until(0)
     counter.fail(index, RuntimeError("late"))
     assert (events.waited, events.settled) == ([], [])
+
+
+def test_what_the_forwards_thread_waits_is_measured_and_nothing_else(events: Events) -> None:
+    """The layer that it has to wait for is queued while it waits."""
+    counter, index = begun(events)
+    entered: list[int] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        entered.append(len(events.waited))
+        counter.complete(index, 1)
+        yield
+
+    counter.waiting = waiting
+    counter.complete(index, 0)
+    counter.wait_until(0)
+    counter.wait_until(1)
+    counter.wait_until(1)
+    assert entered == [1]
+    assert events.waited == [1, 2, 2]
+
+
+@pytest.mark.parametrize("read", [None, *range(LAYERS)])
+def test_the_device_is_waited_for_unless_the_forward_has_read_the_last_layer(
+    events: Events, read: int | None
+) -> None:
+    counter, index = begun(events)
+    for layer in range(LAYERS):
+        counter.complete(index, layer)
+    if read is not None:
+        counter.wait_until(read)
+    assert counter.finish(index)
+    assert events.settled == ([] if read == LAYERS - 1 else [LAYERS])
