@@ -43,14 +43,15 @@ def parts(params: Any, components: Any) -> Parts:
     pool = params.token_to_kv_pool_allocator.get_kvcache()
     pages = device_pages(pool, int(params.page_size))
     space = identity.namespace(get_model(), pool, pages)
-    writer = is_writer(params)
+    share = share_of(params)
     lmcache_repairs.install()
     memory = pinned_memory(pages)
     exporter = Exporter(rank=str(get_parallel().tp_rank))
     store = tiers.TieredStore(
         tiers.TierConfig(url=chosen.url, pool_bytes=chosen.pool_bytes, ttl=chosen.ttl_s),
         space,
-        writer=writer,
+        writer=True,
+        share=share,
         sink=exporter,
         memory=memory,
     )
@@ -65,10 +66,12 @@ def parts(params: Any, components: Any) -> Parts:
         pages.layout.page_bytes,
         pool_pages,
         space.fingerprint.hex(),
-        "this rank saves to Valkey" if writer else "another rank saves to Valkey",
+        "saved to Valkey by this rank"
+        if share.of == 1
+        else f"one in {share.of} saved to Valkey by this rank",
     )
     longest = min(params.req_to_token_pool.max_context_len, params.token_to_kv_pool_allocator.size)
-    if writer and (
+    if share.index == 0 and (
         warning := small_pool(chosen.pool_bytes, store.prefetch_pages, pages.layout.page_tokens, longest)
     ):
         logger.warning("cache: %s", warning)
@@ -120,15 +123,22 @@ def _import_client() -> None:
     importlib.import_module("glide_sync")
 
 
-def is_writer(params: Any) -> bool:
-    """Whether this rank saves to Valkey: the first of those that hold the same pages.
+def share_of(params: Any) -> tiers.Share:
+    """Which of the pages that it computes this rank saves to Valkey: its share of those that other ranks hold as well.
 
-    Ranks of one attention TP and CP group do. DP ranks have requests of their own, so each group has a writer.
+    Ranks of one attention TP and CP group do. DP ranks have requests of their own, and pipeline stages layers of their
+    own, so each group saves everything. UPSTREAM: UnifiedRadixCache._all_reduce_attn_groups, whose groups these are.
     """
-    import torch
+    from torch import distributed
 
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return True
-    tp_group = params.attn_tp_cache_group or params.tp_cache_group
-    first_of_tp = tp_group is None or torch.distributed.get_rank(group=tp_group) == 0
-    return first_of_tp and int(params.attn_cp_rank) == 0
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return tiers.Share()
+    groups = (params.attn_cp_cache_group, params.attn_tp_cache_group)
+    alike = [group for group in groups if group is not None and distributed.get_world_size(group=group) > 1]
+    if not alike and params.tp_cache_group is not None:
+        alike = [params.tp_cache_group]
+    index, of = 0, 1
+    for group in alike:
+        size = distributed.get_world_size(group=group)
+        index, of = index * size + distributed.get_rank(group=group), of * size
+    return tiers.Share(index, of)

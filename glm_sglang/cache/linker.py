@@ -7,7 +7,8 @@
 network, a copy or a device: a lookup asks the pool in memory, loads and saves are handed to threads. A hit is reported
 only for pages that are pinned in the pool, so a load cannot miss later.
 
-Ranks: every rank has a pool of its own; SGLang intersects what they report. Whatever is decided by one rank alone
+Ranks: every rank has a pool of its own; SGLang intersects what they report. Those that hold the same pages save them to
+Valkey in shares (`tiers.Share`). Whatever is decided by one rank alone
 (a full queue, a pool without room) comes back as the result of a save, never as a refusal, because the tree counts
 results in step on all ranks.
 """

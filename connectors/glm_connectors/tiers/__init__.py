@@ -21,6 +21,7 @@ from glm_connectors.tiers.config import TierConfig
 from glm_connectors.tiers.layout import Namespace, PageLayout
 from glm_connectors.tiers.metrics import Histogram, Metric, MetricTable, Sink
 from glm_connectors.tiers.pool import Page
+from glm_connectors.tiers.share import Share
 from glm_connectors.tiers.store import TieredStore
 from glm_connectors.tiers.ticket import Ticket
 
@@ -31,6 +32,7 @@ __all__ = [
     "Namespace",
     "Page",
     "PageLayout",
+    "Share",
     "Sink",
     "Ticket",
     "TierConfig",

@@ -20,6 +20,7 @@ from glm_connectors.tiers.pool import OWNERS, CpuPool, Owner, Page
 from glm_connectors.tiers.prefetch import Prefetcher
 from glm_connectors.tiers.rates import Worth
 from glm_connectors.tiers.saves import SaveLimits, Saver
+from glm_connectors.tiers.share import Share
 from glm_connectors.tiers.ticket import Ticket
 from glm_connectors.valkey_store import EmbeddedServer, StoreUrl, ValkeyStore, parse
 from glm_connectors.valkey_store.store import WAYS, Way
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 8 << 20  # pages share a round trip up to here: below it, the cost of a call dominates
 _GROUP = 64
+ALL = Share()
 
 
 class TieredStore:
@@ -43,18 +45,19 @@ class TieredStore:
         namespace: Namespace,
         *,
         writer: bool,
+        share: Share = ALL,
         sink: Sink | None = None,
         memory: Callable[..., Any] | None = None,
     ) -> None:
-        """writer: whether this rank saves to Valkey (MLA: all ranks hold the same bytes, one writes).
-        memory: as for `CpuPool`.
+        """writer: whether this rank saves to Valkey. share: which of the pages that it commits (MLA: ranks of a group
+        commit the same ones, and each page is put by one of them). memory: as for `CpuPool`.
 
         Raises valkey_store.CacheUrlError, naming `--glm-cache-url`, for a bad URL or refused credentials; and
         ValueError for a pool too small for the layout. A store that is down is no error: its breaker starts
         open, and a warning is logged.
         """
         url = parse(config.url)
-        self.config, self.namespace = config, namespace
+        self.config, self.namespace, self.share = config, namespace, share
         layout = namespace.layout
         self.metrics = MetricTable(METRICS, sink)
         self._pool = CpuPool(layout, config.pool_bytes, memory)
@@ -158,8 +161,8 @@ class TieredStore:
         return pages
 
     def commit(self, pages: Sequence[Page], keys: Sequence[bytes]) -> int:
-        """The reserved pages are filled: they become resident under their keys, and a writer queues their
-        puts. A put that does not fit the queue is dropped and counted; the page stays resident. A key that
+        """The reserved pages are filled: they become resident under their keys, and a writer queues the puts
+        of its share. A put that does not fit the queue is dropped and counted; the page stays resident. A key that
         was resident keeps its page. Returns how many pages are new."""
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
@@ -168,7 +171,7 @@ class TieredStore:
             self._pool.also(pages, "save")  # until their puts are queued
         new = self._pool.insert(pages, keys, "save")
         if saver is not None:
-            fresh = [number for number, inserted in enumerate(new) if inserted]
+            fresh = [n for n, inserted in enumerate(new) if inserted and self.share.holds(keys[n])]
             saver.enqueue([pages[number] for number in fresh], [keys[number] for number in fresh])
             self._pool.release(pages, "save")
         return sum(new)

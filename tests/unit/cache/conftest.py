@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from glm_connectors.tiers import Namespace, TierConfig, TieredStore
+from glm_connectors.tiers import Namespace, Share, TierConfig, TieredStore
 from glm_connectors.valkey_store import EmbeddedServer
 
+ALONE = Share()
 os.environ.setdefault("GLM_SGLANG_PLATFORM", "reference")
 
 
@@ -80,9 +81,15 @@ def node(context: None, make_tree: Callable[..., Any], valkey: EmbeddedServer) -
     layout = device_pages(make_pool(1), PAGE).layout
     space = Namespace("m", "r", "bf16", layout)
 
-    def make(writer: bool = True, port: int | None = None, pool_bytes: int = 64 << 20, **more: Any) -> Any:
+    def make(
+        writer: bool = True,
+        port: int | None = None,
+        pool_bytes: int = 64 << 20,
+        share: Share = ALONE,
+        **more: Any,
+    ) -> Any:
         url = valkey.url if port is None else f"valkey://127.0.0.1:{port}"
         config = TierConfig(url=url, pool_bytes=pool_bytes, request_timeout=1.0, drain=2.0)
-        return make_tree(TieredStore(config, space, writer=writer), **more)
+        return make_tree(TieredStore(config, space, writer=writer, share=share), **more)
 
     return make

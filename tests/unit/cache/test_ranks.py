@@ -1,4 +1,4 @@
-"""Two ranks over gloo, a thread each: whatever they hold, they agree."""
+"""Ranks over gloo, a thread each: whatever they hold, they agree, and each page is saved once."""
 
 from __future__ import annotations
 
@@ -10,21 +10,38 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed
+from glm_connectors.tiers import Share
+from glm_connectors.tiers.envelope import HEADER_BYTES
+from glm_connectors.valkey_store import EmbeddedServer
 
+from glm_sglang.cache.page_keys import chain
 from tests.unit.cache.test_linker import prompt, restored, saved
+from tests.unit.cache.test_tiered import fetched
 from tests.unit.cache.tree import PAGE, Tree
 
 Result = TypeVar("Result")
 
 
 class Ranks:
-    """Both ranks' trees; SGLang's reductions go over a gloo group of two."""
+    """The ranks' trees; SGLang's reductions go over a gloo group of them."""
 
-    def __init__(self, make_tree: Callable[..., Tree], pool: ThreadPoolExecutor, **more: Any) -> None:
+    def __init__(
+        self,
+        make_tree: Callable[..., Tree],
+        pool: ThreadPoolExecutor,
+        *,
+        count: int = 2,
+        shares: bool = False,
+        **more: Any,
+    ) -> None:
+        """more: for each tree. shares: whether each rank saves its share only."""
         self.pool = pool
         store = torch.distributed.HashStore()
-        groups = self.both(lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2), range(2))
-        self.trees = [make_tree(wait_s=None, **more) for _ in range(2)]
+        groups = self.both(lambda rank: torch.distributed.ProcessGroupGloo(store, rank, count), range(count))
+        self.trees = [
+            make_tree(wait_s=None, **more, **({"share": Share(rank, count)} if shares else {}))
+            for rank in range(count)
+        ]
         self.reductions = 0
         self.alone = True
         for tree, group in zip(self.trees, groups, strict=True):
@@ -42,7 +59,7 @@ class Ranks:
         return all_reduce
 
     def both(self, act: Callable[[Any], Result], over: Any = None) -> list[Result]:
-        """Both ranks do it at once, as ranks do."""
+        """The ranks do it at once, as ranks do."""
         return [f.result(30) for f in [self.pool.submit(act, item) for item in over or self.trees]]
 
     def together(self) -> None:
@@ -178,3 +195,44 @@ def test_ranks_with_little_room_serve_everybody_from_the_cache(node: Callable[..
                 assert time.monotonic() < patience, held_now
                 time.sleep(0.002)
             assert len(tree.linker.arrivals) == 0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_all_ranks_hold_is_put_once_in_shares(
+    node: Callable[..., Tree], valkey: EmbeddedServer, count: int
+) -> None:
+    """Bytes put = tokens × bytes a token, and an envelope a page; each rank's chunks have puts of every rank."""
+    import valkey as client_library
+
+    pages = 16
+    tokens = prompt(pages, seed=6000 + count)
+    client = client_library.Valkey(port=valkey.port)
+    before, sets = client.dbsize(), client.info("commandstats").get("cmdstat_set", {}).get("calls", 0)
+    with ThreadPoolExecutor(count) as pool:
+        ranks = Ranks(node, pool, count=count, shares=True)
+        ranks.together()
+        for tree in ranks.trees:
+            tree.prefill(tokens)
+            tree.linker._saves._work.join()
+        ranks.both(lambda tree: tree.step())
+        stores: list[Any] = [tree.store for tree in ranks.trees]
+        for store in stores:
+            assert store._remote.saver._idle.wait(30)
+        layout = stores[0].namespace.layout
+        of_a_token = layout.page_bytes // PAGE
+        put = [store.metrics["cache_saved_bytes"] for store in stores]
+        assert sum(put) == pages * PAGE * of_a_token + pages * HEADER_BYTES
+        assert client.dbsize() - before == pages
+        assert client.info("commandstats")["cmdstat_set"]["calls"] - sets == pages
+        of_rank = [
+            sum(share.holds(key) for key in chain(tokens, PAGE)) for share in (s.share for s in stores)
+        ]
+        assert [store.metrics["cache_saved_pages"] for store in stores] == of_rank
+        assert min(of_rank) > 0
+        assert [tree.recorder.table["cache_offload_pages", "saved"] for tree in ranks.trees] == [
+            pages
+        ] * count
+    reader = node()
+    req = reader.request([*tokens, 7])
+    fetched(reader, req)
+    assert reader.match(req) == (0, pages * PAGE)

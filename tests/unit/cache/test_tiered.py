@@ -6,12 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from glm_connectors.tiers import Share
 from glm_connectors.valkey_store import EmbeddedServer
 
-from glm_sglang.cache.build import is_writer
+from glm_sglang.cache.build import share_of
 from tests.unit.cache.test_linker import prompt, restored
 from tests.unit.cache.tree import PAGE, Tree
 from tests.unit.tiers.valkey_proxy import Fault, Proxy
@@ -142,7 +145,25 @@ def test_a_rank_that_does_not_write_fills_its_pool_only(node: Callable[..., Tree
     assert tree.store.metrics["cache_saved_pages"] == 0  # type: ignore[attr-defined]
 
 
-def test_alone_a_rank_writes() -> None:
-    from types import SimpleNamespace
+def test_alone_a_rank_saves_everything() -> None:
+    assert share_of(SimpleNamespace()) == Share(0, 1)
 
-    assert is_writer(SimpleNamespace(attn_tp_cache_group=None, tp_cache_group=None, attn_cp_rank=0))
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 4), (8, 1), (2, 4)])
+def test_ranks_of_a_group_have_a_share_each(cp: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group stands for (rank, size) of it. DP ranks are in other groups, so theirs are not among these."""
+    for name, ask in (
+        ("is_initialized", lambda: True),
+        ("get_rank", lambda group: group[0]),
+        ("get_world_size", lambda group: group[1]),
+    ):
+        monkeypatch.setattr(torch.distributed, name, ask)
+    shares = [
+        share_of(
+            SimpleNamespace(attn_cp_cache_group=(c, cp), attn_tp_cache_group=(t, tp), tp_cache_group=(t, tp))
+        )
+        for c in range(cp)
+        for t in range(tp)
+    ]
+    assert {share.of for share in shares} == {cp * tp}
+    assert sorted(share.index for share in shares) == list(range(cp * tp))

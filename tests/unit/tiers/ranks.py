@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore
+from glm_connectors.tiers import Namespace, PageLayout, Share, TierConfig, TieredStore
 from glm_connectors.tiers.pool import OWNERS
 
 LAYOUT = PageLayout(64, (("kv", 7000), ("index", 1000)))
 NAMESPACE = Namespace("glm", "revision 1", "fp8", LAYOUT, "full 0,1,2", "")
+ALONE = Share()
 PATIENCE = 30.0  # seconds before a test calls something hung
 
 
@@ -33,6 +34,7 @@ class Rank:
         url: str,
         *,
         writer: bool = True,
+        share: Share = ALONE,
         namespace: Namespace = NAMESPACE,
         pages: int = 200,
         **more: Any,
@@ -41,7 +43,7 @@ class Rank:
         bounds: dict[str, Any] = {"request_timeout": 0.3, "connect_timeout": 0.5, "drain": 5.0} | more
         self.size = namespace.layout.page_bytes
         self.store = TieredStore(
-            TierConfig(url=url, pool_bytes=pages * slot, **bounds), namespace, writer=writer
+            TierConfig(url=url, pool_bytes=pages * slot, **bounds), namespace, writer=writer, share=share
         )
         self.pool = self.store._pool
         self._rids = 0
