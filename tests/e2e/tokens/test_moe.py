@@ -82,7 +82,16 @@ def test_the_server_says_which_path_it_runs(ep2: Server) -> None:
     assert states
     for state in states:
         assert (state["path"], state["kernel"], state["layers"]) == ("megamoe", "reference", MOE_LAYERS)
+        assert state["reason"] == "asked for; the exact reference over gloo"
         assert state["tokens_a_call"] == CAP
+
+
+def test_every_count_is_there_before_it_counts(ep2: Server) -> None:
+    """A rate over a path that was never taken is 0, not absent."""
+    text = httpx.get(f"{ep2.url}/metrics", timeout=60, trust_env=False, follow_redirects=True).text
+    for name in ("calls", "tokens", "chunks", "rows"):
+        for path in ("megamoe-graph", "stock"):
+            assert f'glm_sglang:moe_{name}_total{{path="{path}"}} 0.0' in text
 
 
 def test_other_weights_loaded_while_serving(
@@ -160,23 +169,36 @@ def test_the_cache_with_prefill_cp(cp2: tuple[PrefillServer, Router], oracle: Or
     second_turn_from_valkey(prefill.url, router.url, oracle)
 
 
+# What isn't MoE stays on each DP rank, too: gathering over DP ranks takes kernels that only CUDA has.
+DP = ("--attn-dp-size", "2", "--moe-dense-tp-size", "1", "--enable-dp-lm-head")
+
+
+def at_once(url: str, lengths: tuple[int, ...], oracle: Oracle) -> None:
+    """Prompts of these lengths in one request, which the server spreads over its DP ranks."""
+    prompts = [prompt(length, 900) for length in lengths]
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True},
+    }
+    response = httpx.post(f"{url}/generate", json=body, timeout=180, trust_env=False)
+    assert response.status_code == 200, response.text
+    got = [answer["output_ids"] for answer in response.json()]
+    assert got == [oracle.greedy(ids, NEW) for ids in prompts], lengths
+
+
+def test_attention_dp(model: Path, oracle: Oracle) -> None:
+    """A long and a short request, on a rank of attention each: the short one's rank makes every call."""
+    flags = (*COMMON, "--tp-size", "2", *DP, "--glm-moe", "megamoe")
+    with Server(model, flags, name="moe-dp2-short", env=ENV) as server:
+        at_once(server.url, (200, 3), oracle)
+
+
 @pytest.mark.slow
-def test_attention_dp_with_uneven_ranks(model: Path, oracle: Oracle) -> None:
-    """Two requests at once, one long, one short, on a rank of attention each: the short one's rank makes every call."""
-    # What isn't MoE stays on each DP rank, too: gathering over DP ranks takes kernels that only CUDA has.
-    own = ("--attn-dp-size", "2", "--moe-dense-tp-size", "1", "--enable-dp-lm-head")
-    flags = (*COMMON, "--tp-size", "2", *own, "--glm-moe", "megamoe", "--enable-metrics", *CACHE)
+def test_attention_dp_with_uneven_ranks_and_the_cache(model: Path, oracle: Oracle) -> None:
+    flags = (*COMMON, "--tp-size", "2", *DP, "--glm-moe", "megamoe", "--enable-metrics", *CACHE)
     with Server(model, flags, name="moe-dp2", env=ENV) as server:
         for lengths in ((1,), (200, 3), (300, 65), (700, 1)):
-            prompts = [prompt(length, 900) for length in lengths]
-            body = {
-                "input_ids": prompts,
-                "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True},
-            }
-            response = httpx.post(f"{server.url}/generate", json=body, timeout=180, trust_env=False)
-            assert response.status_code == 200, response.text
-            got = [answer["output_ids"] for answer in response.json()]
-            assert got == [oracle.greedy(ids, NEW) for ids in prompts], lengths
+            at_once(server.url, lengths, oracle)
         second_turn_from_valkey(server.url, server.url, oracle)
 
 
