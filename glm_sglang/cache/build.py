@@ -60,11 +60,10 @@ def parts(params: Any, components: Any) -> Parts:
     copier, counter = copies(pages, memory)
     if memory is not None:
         recorder.gauge("cache_registered_bytes", memory.registered_bytes)
-    pool_pages = chosen.pool_bytes // pages.layout.page_bytes
     logger.info(
         "cache: pages of %d bytes, a pool of %d, fingerprint %s, %s",
         pages.layout.page_bytes,
-        pool_pages,
+        store.pool_pages,
         space.fingerprint.hex(),
         "saved to Valkey by this rank"
         if share.of == 1
@@ -84,7 +83,7 @@ def parts(params: Any, components: Any) -> Parts:
         wait_s=chosen.wait_s,
         prefetches=True,
         counter=counter,
-        save_limit_pages=max(_SAVE_LEAST, int(pool_pages * _SAVE_SHARE)),
+        save_limit_pages=lambda: max(_SAVE_LEAST, int(store.pool_pages * _SAVE_SHARE)),
     )
 
 

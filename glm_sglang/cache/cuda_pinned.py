@@ -100,6 +100,7 @@ class GrowingAllocator(PinMemoryAllocator):  # type: ignore[misc]
     ) -> None:
         assert use_paging
         self.size = size
+        self.usable_bytes = size  # less once it is known that no more can be pinned
         # Private, so that transparent huge pages apply. Unmapped when the last tensor over it is gone.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without transparent huge pages: it takes longer to pin
@@ -145,6 +146,7 @@ class GrowingAllocator(PinMemoryAllocator):  # type: ignore[misc]
         except BaseException as error:
             self._failure = error
             if self.pinned_bytes:
+                self.usable_bytes = self.pinned_bytes
                 logger.error(
                     "cache: the CPU pool stays at %d of %d MiB: %s. Lower --glm-cache-pool-gb",
                     self.pinned_bytes >> 20,

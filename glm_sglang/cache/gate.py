@@ -146,12 +146,18 @@ def weights_change(updater: Any, *_: Any, **__: Any) -> None:
 
 
 def matching(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
-    """Around UnifiedCacheLinkerWrapper.match: says whose prompt is being matched, for `tail_hashes`."""
+    """Around UnifiedCacheLinkerWrapper.match: says whose prompt is being matched, for `tail_hashes`; what an earlier step
+    found for the request is forgotten.
+
+    UPSTREAM: match leaves its marker of an earlier hit where the ranks find none now; a load by it would be of pages that
+    some rank has lost since.
+    """
     linker = _ours(wrapper)
     if linker is None:
         return original(wrapper, key, req, result)
     if linker.peeking:
         return result
+    wrapper.hit_markers.pop(req.rid, None)
     linker.matching = req.rid
     try:
         return original(wrapper, key, req, result)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,7 @@ class Parts:
     audit: Audit
     wait_s: float | None
     prefetches: bool
-    save_limit_pages: int
+    save_limit_pages: Callable[[], int]
     counter: MeasuredLayerCounter | None = None
 
 
@@ -158,7 +158,9 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queues the load of the pages that the lookup has pinned; the ranks may have agreed on fewer.
 
-        Every rank answers alike: pins are taken and dropped at the same points of the same steps.
+        Every rank answers alike: pins are taken and dropped at the same points of the same steps, and what an earlier
+        lookup has found is forgotten on all of them (`gate.matching`). False, as for one that was never looked up, where
+        a load is of another lookup than the pins.
         """
         with self.stalls.measure():
             transfer = _kv(transfers)
@@ -168,9 +170,7 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 return False
             if len(pin.pages) < count or pin.keys[0].hex() != transfer.keys[0]:
                 self._store.release(pin.pages)
-                raise RuntimeError(
-                    f"a load of {count} pages for {rid} does not follow its lookup of {len(pin.pages)}"
-                )
+                return False
             self._store.release(pin.pages[count:])
             self._queued[rid] = Load(pin.keys[:count], transfer.device_indices, pin.pages[:count])
             return True

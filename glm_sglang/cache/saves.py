@@ -56,7 +56,7 @@ class SaveQueue:
         copier: PageCopier,
         page_tokens: int,
         *,
-        limit_pages: int,
+        limit_pages: Callable[[], int],
         count: Count,
         audit: Audit,
     ) -> None:
@@ -80,7 +80,7 @@ class SaveQueue:
 
     def put(self, names: Sequence[str], indices: Any, written: Callable[[], None]) -> None:
         """Scheduler thread. names: the pages' keys in hexadecimal. What does not fit the queue has failed at once."""
-        if self._queued_pages + len(names) > self._limit:  # only this thread adds to it
+        if self._queued_pages + len(names) > self._limit():  # only this thread adds to it
             self.refuse(len(names), "queue_full")
             return
         save = _Save(names, indices, written)

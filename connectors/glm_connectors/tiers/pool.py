@@ -73,22 +73,23 @@ class CpuPool:
 
     def __init__(self, layout: PageLayout, pool_bytes: int, memory: Callable[..., Any] | None = None) -> None:
         """memory: makes the allocator in the place of LMCache's PinMemoryAllocator, from the same arguments. Its free
-        blocks may become more as time goes by; then it has a `finish()`, after which all are there.
+        blocks may become more as time goes by; then it has a `finish()`, after which all are there, and `usable_bytes`:
+        how many of its bytes there are to be before.
         """
         torch, allocator_class, binary = _lmcache()
         allocator_class = memory or allocator_class
         self._layout = layout
         used = HEADER_BYTES + layout.page_bytes
         self.slot_bytes = -(-used // _ALIGN) * _ALIGN
-        self.slots = pool_bytes // self.slot_bytes
-        if self.slots < 2:
+        self._made = made = pool_bytes // self.slot_bytes
+        if made < 2:
             raise ValueError(
-                f"the CPU pool of {pool_bytes} bytes holds {self.slots} pages of {self.slot_bytes} bytes; "
+                f"the CPU pool of {pool_bytes} bytes holds {made} pages of {self.slot_bytes} bytes; "
                 f"it needs 2 at least"
             )
         shapes, dtypes = [torch.Size([self.slot_bytes])], [torch.uint8]
         self._allocator = allocator_class(
-            self.slots * self.slot_bytes, use_paging=True, shapes=shapes, dtypes=dtypes, fmt=binary
+            made * self.slot_bytes, use_paging=True, shapes=shapes, dtypes=dtypes, fmt=binary
         )
         if memory is None:
             _prefer_huge_pages(self._allocator.buffer)
@@ -96,7 +97,7 @@ class CpuPool:
         self._free = self._allocator.allocator.free_blocks
         whole = memoryview(self._allocator.buffer.numpy())
         self._views = [
-            whole[start : start + used] for start in range(0, self.slots * self.slot_bytes, self.slot_bytes)
+            whole[start : start + used] for start in range(0, made * self.slot_bytes, self.slot_bytes)
         ]
         self._lock = threading.Lock()
         self._resident: OrderedDict[bytes, Page] = OrderedDict()  # least recently used first
@@ -124,6 +125,12 @@ class CpuPool:
             for key in reversed(found):  # the end of a prompt is of no use without its beginning
                 self._resident.move_to_end(key)
         return absent
+
+    @property
+    def slots(self) -> int:
+        """How many pages it holds: what shares of it are taken of."""
+        usable = getattr(self._allocator, "usable_bytes", None)
+        return self._made if usable is None else int(usable) // self.slot_bytes
 
     @property
     def free(self) -> int:
@@ -274,9 +281,9 @@ class CpuPool:
         if (finish := getattr(self._allocator, "finish", None)) is not None:
             finish()
         with self._lock:
-            if len(self._free) != self.slots:
+            if len(self._free) != self._made:
                 return self._keep(
-                    f"{self.slots - len(self._free)} slots are still held ("
+                    f"{self._made - len(self._free)} slots are still held ("
                     + ", ".join(f"{owner} {count}" for owner, count in self._held.items() if count)
                     + ")"
                 )

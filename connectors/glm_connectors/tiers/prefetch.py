@@ -15,7 +15,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,8 +49,8 @@ class _Fetch:
 
 
 class Prefetcher:
-    """Prefetches of one store. group: pages of one get. window: gets under way for one ticket, at most. slots: of the
-    pool, that waiting requests may hold, all together."""
+    """Prefetches of one store. group: pages of one get. window: gets under way for one ticket, at most. slots: how
+    many of the pool's waiting requests may hold, all together."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Prefetcher:
         *,
         group: int,
         window: int,
-        slots: int,
+        slots: Callable[[], int],
     ) -> None:
         self._loop, self._executor, self._pool, self._valkey = loop, executor, pool, valkey
         self._envelope, self._worth, self._table = envelope, worth, table

@@ -14,7 +14,7 @@ runs, whatever else each rank has let in. No two requests can wait for each othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -24,6 +24,7 @@ class Claimant(Protocol):
     claim: Sequence[bytes]  # keys of the pages that it is to hold
     number: int  # as it came
     turn: int | None  # when the scheduler first asked for it
+    short: str  # why it claims less than it would, or ""
 
     @property
     def done(self) -> bool:
@@ -39,10 +40,10 @@ C = TypeVar("C", bound=Claimant)
 
 
 class Room(Generic[C]):
-    """Claims on `slots` slots. One thread."""
+    """Claims on slots. One thread. slots: how many there are, which may become fewer (`CpuPool.slots`)."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: Callable[[], int]) -> None:
+        self._slots = slots
         self._waiting: list[C] = []
         self._within: list[C] = []
         self._users: dict[bytes, int] = {}  # claims within, by key
@@ -53,8 +54,7 @@ class Room(Generic[C]):
         return len(self._users)
 
     def enter(self, one: C) -> None:
-        """It waits for its turn. Its claim is of `slots` keys at most."""
-        assert len(one.claim) <= self.slots
+        """It waits for its turn."""
         self._waiting.append(one)
 
     def next(self) -> tuple[C, list[C]] | None:
@@ -62,6 +62,8 @@ class Room(Generic[C]):
         if not self._waiting:
             return None
         one = min(self._waiting, key=place)
+        if len(one.claim) > (most := self._slots()):  # it would wait for ever
+            one.claim, one.short = one.claim[:most], one.short or "share"
         lost = self._make_room(one)
         if lost is None:
             return None
@@ -83,7 +85,7 @@ class Room(Generic[C]):
             self._put_out(one)
 
     def _fits(self, one: C) -> bool:
-        return len(self._users) + sum(key not in self._users for key in one.claim) <= self.slots
+        return len(self._users) + sum(key not in self._users for key in one.claim) <= self._slots()
 
     def _make_room(self, one: C) -> list[C] | None:
         """Who has to go for it; None where all that may go would not suffice."""

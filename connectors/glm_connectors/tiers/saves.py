@@ -28,11 +28,11 @@ _RECHECK = 0.05  # seconds between two looks at a node that is left alone
 
 @dataclass(frozen=True)
 class SaveLimits:
-    """pages, share_pages: queued at most (count, and the pool's share). patience: seconds for a store that is
-    down. group: pages of one round trip. workers: round trips at a time, a node."""
+    """pages, share_pages: queued at most (count, and the share of the pool as it then is). patience: seconds for a store
+    that is down. group: pages of one round trip. workers: round trips at a time, a node."""
 
     pages: int
-    share_pages: int
+    share_pages: Callable[[], int]
     patience: float
     group: int
     workers: int
@@ -82,7 +82,7 @@ class Saver:
     def enqueue(self, pages: Sequence[Page], keys: Sequence[bytes]) -> None:
         """Queues the puts of pages that the caller holds, as many as fit, in order; never blocks."""
         with self._lock:
-            room = min(self._limits.pages, self._limits.share_pages) - self._outstanding
+            room = min(self._limits.pages, self._limits.share_pages()) - self._outstanding
             fit = 0 if self._closed else max(0, min(room, len(pages)))
             self._outstanding += fit
             if fit:

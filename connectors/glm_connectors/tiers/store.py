@@ -120,6 +120,11 @@ class TieredStore:
         """What `prefetch` holds for one request, and for all of them, at most."""
         return max(1, int(self.config.prefetch_share * self._pool.slots))
 
+    @property
+    def pool_pages(self) -> int:
+        """How many pages the CPU pool holds; fewer than configured where not all of its memory could be pinned."""
+        return self._pool.slots
+
     def urge(self, rid: str, turn: int) -> None:
         """The request could run now, but for its pages: its prefetch comes before those of requests that could not, and
         of those that could, in the order of their turns. Ranks must give the same ones. Unknown rids are fine."""
@@ -296,13 +301,13 @@ class _Remote:
             table,
             group=group,
             window=2 * config.get_workers,
-            slots=max(1, int(config.prefetch_share * pool.slots)),
+            slots=lambda: max(1, int(config.prefetch_share * pool.slots)),
         )
         self.saver: Saver | None = None
         if writer:
             limits = SaveLimits(
                 pages=config.save_queue,
-                share_pages=int(config.put_share * pool.slots),
+                share_pages=lambda: int(config.put_share * pool.slots),
                 patience=config.save_patience,
                 group=group,
                 workers=config.put_workers,

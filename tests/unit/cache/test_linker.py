@@ -263,6 +263,19 @@ def test_a_load_without_a_lookup_is_refused(make_tree: MakeTree) -> None:
     assert not tree.linker.load("r", [transfer])
 
 
+@pytest.mark.parametrize("of", [slice(0, 4), slice(1, 3)], ids=["more pages", "another tail"])
+def test_a_load_of_another_lookup_is_refused_and_its_pins_go(make_tree: MakeTree, of: slice) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    tree = make_tree()
+    saved(tree, prompt(4))
+    keys = [key.hex() for key in tree.store.remote]
+    tree.linker.lookup("r", [PoolTransfer(PoolName.KV, keys=keys[:3])])
+    slots = torch.arange(PAGE, PAGE + PAGE * len(keys[of]))
+    assert not tree.linker.load("r", [PoolTransfer(PoolName.KV, keys=keys[of], device_indices=slots)])
+    assert tree.store.pinned == 0
+
+
 def test_the_pool_without_room_costs_hits_and_nothing_else(make_tree: MakeTree) -> None:
     tree = make_tree()
     tree.store.refuse_after = 0

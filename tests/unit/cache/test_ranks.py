@@ -106,6 +106,27 @@ def test_one_rank_without_the_prompt_makes_it_a_miss(real_ranks: Ranks) -> None:
     assert ranks.both(lambda pair: pair[0].match(pair[1]), pairs) == [(0, 0)] * 2
 
 
+@pytest.mark.parametrize("left", [0, 3, 5])
+def test_what_an_earlier_step_has_found_is_no_hit_when_a_rank_has_lost_it(
+    real_ranks: Ranks, left: int
+) -> None:
+    """Both offered five pages, the request was not admitted; then one rank lost all, the other all but `left`."""
+    ranks, tokens = real_ranks, prompt(5, seed=991)
+    for tree in ranks.trees:
+        saved(tree, tokens)
+    ranks.together()
+    pairs = [(tree, tree.request([*tokens, 7], rid="r")) for tree in ranks.trees]
+    assert ranks.both(lambda pair: pair[0].match(pair[1]), pairs) == [(0, 5 * PAGE)] * 2
+    ranks.both(lambda tree: tree.step())
+    pools: list[Any] = [tree.store._pool for tree in ranks.trees]  # type: ignore[attr-defined]
+    pools[0].drop(chain(tokens, PAGE)[left:])
+    pools[1].clear()
+    assert ranks.both(lambda pair: pair[0].match(pair[1]), pairs) == [(0, 0)] * 2
+    assert ranks.both(lambda pair: pair[0].cache.linker.load_back(pair[1])[0], pairs) == [0, 0]
+    ranks.both(lambda tree: tree.step())
+    assert [pool.held("load") for pool in pools] == [0, 0]
+
+
 def test_a_request_is_held_back_until_every_rank_has_its_pages(ranks: Ranks) -> None:
     for tree in ranks.trees:
         tree.store.manual = True

@@ -52,7 +52,7 @@ class Setup:
     def __init__(self, slots: int = 1024, limit: int = 1024) -> None:
         self.store, self.copier, self.ends = MemoryStore(4, slots=slots), Copier(), Counter[str]()
         self.queue = SaveQueue(
-            self.store, self.copier, PAGE, limit_pages=limit, count=self.count, audit=Audit()
+            self.store, self.copier, PAGE, limit_pages=lambda: limit, count=self.count, audit=Audit()
         )
 
     def count(self, end: str, pages: int) -> None:

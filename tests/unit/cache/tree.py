@@ -91,7 +91,7 @@ class Tree:
                 audit=Audit(),
                 wait_s=wait_s,
                 prefetches=True,
-                save_limit_pages=save_limit_pages,
+                save_limit_pages=lambda: save_limit_pages,
             ),
         )
         self.cache.init_cache_linker(self.linker)

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from glm_connectors.tiers import PageLayout
+from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore
 from glm_connectors.tiers.pool import CpuPool
+from glm_connectors.valkey_store import EmbeddedServer
 
 from glm_sglang.cache.cuda_pinned import PinnedMemory
 from tests.unit.page_copy.test_cuda_pinned import HandPinner
 
 SLOTS = 20
+
+
+def test_a_pool_of_which_not_all_can_be_pinned_takes_its_shares_of_what_there_is() -> None:
+    memory = PinnedMemory(HandPinner(allowed=3, fail_at=1), piece_bytes=12288)
+    pool = CpuPool(PageLayout(64, (("kv", 1400),)), SLOTS * 1536, memory)
+    memory._made[0]._thread.join(10)
+    assert (pool.slots, pool.free) == (8, 8)
+    assert pool.close()
+
+
+def test_the_stores_shares_follow() -> None:
+    """Half of the pool for requests that wait, half for puts: of 8 slots, not of 20."""
+    pinner = HandPinner(allowed=1, fail_at=1)
+    space = Namespace("m", "r", "bf16", PageLayout(64, (("kv", 1400),)))
+    with EmbeddedServer() as server:
+        memory = PinnedMemory(pinner, piece_bytes=12288)
+        store = TieredStore(
+            TierConfig(url=server.url, pool_bytes=SLOTS * 1536), space, writer=True, memory=memory
+        )
+        saver = store._remote.saver  # type: ignore[union-attr]
+        assert (store.pool_pages, store.prefetch_pages, saver._limits.share_pages()) == (20, 10, 10)
+        pinner.may.release(2)
+        memory._made[0]._thread.join(10)
+        assert (store.pool_pages, store.prefetch_pages, saver._limits.share_pages()) == (8, 4, 4)
+        assert store.metrics["cache_pool_bytes", "total"] == 8 * 1536
+        store.close()
 
 
 def keys(first: int, count: int) -> list[bytes]:

@@ -401,6 +401,23 @@ class Claim:
     turn: int | None = None
     done: bool = False
     within: bool = field(default=False)
+    short: str = ""
+
+
+def test_a_room_that_becomes_smaller_lets_in_what_fits_of_a_claim() -> None:
+    """Not all of the pool could be pinned: a claim on more than there is would wait for ever."""
+    size = 8
+    room: Room[Claim] = Room(lambda: size)
+    first, second = Claim(LETTERS[:4], 0), Claim(LETTERS, 1)
+    room.enter(first)
+    room.enter(second)
+    assert room.next() == (first, [])
+    size = 3
+    assert room.next() is None
+    room.leave(first)
+    assert room.next() == (second, [])
+    assert (second.claim, second.short) == (LETTERS[:3], "share")
+    assert room.taken == 3
 
 
 LETTERS = [bytes([letter]) for letter in b"abcdefgh"]
@@ -419,7 +436,7 @@ def test_a_room_is_never_overfull_and_everybody_who_can_run_comes_in(
 ) -> None:
     """Claims that come, are asked for, end and go in any order. Of those that can run each gets in while only requests
     before it run: nobody waits for one behind it or for one that never runs."""
-    room: Room[Claim] = Room(4)
+    room: Room[Claim] = Room(lambda: 4)
     rng = random.Random(seed)
     claims = [Claim(claim, number) for number, (claim, _) in enumerate(wanted)]
     can_run = [claim for claim, (_, asked) in zip(claims, wanted, strict=True) if asked]
