@@ -81,7 +81,7 @@ def prepare(
 
 def indexer_with_kv(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """For indexer_with_cp_kv: its break owns nothing."""
-    with _nothing_kept():
+    with nothing_kept():
         return original(*args, **kwargs)
 
 
@@ -100,10 +100,11 @@ def attention_break(forward_batch: Any, inputs: Mapping[str, Any]) -> contextlib
         and is_interleave_extend(forward_batch)
         and not forward_batch.mha_return_lse
     )
-    return _nothing_kept() if known else contextlib.nullcontext()
+    return nothing_kept() if known else contextlib.nullcontext()
 
 
-def _nothing_kept() -> contextlib.AbstractContextManager[None]:
+def nothing_kept() -> contextlib.AbstractContextManager[None]:
+    """Around one break for which every replay writes anew all that it reads."""
     # UPSTREAM: with --enable-symm-mem collectives write into a pool that eager collectives allocate from, too.
     from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
 
@@ -142,7 +143,7 @@ def prepare_qkv(
     attention, batch = overlap.attention, overlap.forward_batch
     local = torch.cat((k_nope.flatten(1), k_pe.flatten(1)), dim=-1)
     full = local.new_empty((batch.extend_num_tokens, local.shape[-1]))
-    with _nothing_kept():
+    with nothing_kept():
         _gather_break()(local, full)
     rank = attention.kv_lora_rank
     return q_nope, q_pe, full[:, :rank].unsqueeze(1), full[:, rank:].unsqueeze(1), topk

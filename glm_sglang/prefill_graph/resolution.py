@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from glm_sglang.errors import UsageError
-from glm_sglang.prefill_graph import buckets, context_parallel, eligibility, footprint, options
+from glm_sglang.prefill_graph import buckets, context_parallel, eligibility, footprint, options, stock
 
 logger = logging.getLogger(__name__)
 
@@ -88,19 +88,22 @@ def _memory(server_args: Any, config: Any) -> buckets.Memory:
 
 
 def _keeping(config: Any, model: Any) -> int:
-    """Layers whose breaks own what they read and write: the target's unless it is known better, and the draft's."""
+    """Layers whose breaks may own what they read and write: the target's, and the draft's, which has no arena."""
     draft = max(1, int(getattr(model, "num_nextn_predict_layers", 0) or 0))
-    draft = draft if config.speculative_algorithm else 0
-    return draft + (int(model.num_hidden_layers) if _why_keeping(config, model) else 0)
+    keeping = draft if config.speculative_algorithm and _why_keeping(config, model, arena=False) else 0
+    return keeping + (int(model.num_hidden_layers) if _why_keeping(config, model) else 0)
 
 
-def _why_keeping(config: Any, model: Any) -> str:
-    """Why the target's breaks may own what they are given; "" where they are known not to."""
+def _why_keeping(config: Any, model: Any, *, arena: bool = True) -> str:
+    """Why breaks may own what they are given, "" where they are known not to. `arena`: capture attention if possible."""
     if cp_size(config) > 1:
         return context_parallel.why_keeping(config)
     if config.moe_a2a_backend not in context_parallel.KNOWN_DISPATCH:
         return f"the dispatch of --moe-a2a-backend {config.moe_a2a_backend} is a break"
-    return eligibility.why_not(eligibility.foreseen(config, model, cp_size=1, capability=_capability()))
+    facts = eligibility.foreseen(config, model, cp_size=1, capability=_capability())
+    if arena and not eligibility.why_not(facts):
+        return ""
+    return "--enable-symm-mem" if config.enable_symm_mem else stock.why_keeping(facts)
 
 
 def _capability() -> int | None:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from glm_sglang.prefill_graph import context_parallel, eligibility, options
+from glm_sglang.prefill_graph import context_parallel, eligibility, options, stock
 from glm_sglang.prefill_graph.arena import Arena
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,10 @@ def _captures(runner: Any) -> bool:
 
 
 def _create(runner: Any, backend: Any) -> Arena | None:
-    if reason := eligibility.why_not(eligibility.facts(runner, backend)):
+    facts = eligibility.facts(runner, backend)
+    if reason := eligibility.why_not(facts):
         logger.warning("prefill graph: attention and indexer stay at SGLang's breaks: %s", reason)
+        stock.note(backend, facts)
         return None
     from sglang.srt.configs.model_config import dsa_layer_skips_topk
 
@@ -168,7 +170,10 @@ def attention_forward(
     arena = _active(forward_batch)
     sparse = kwargs.get("topk_indices") is not None
     if arena is None or not (sparse or arena.capturing_dense):
-        with context_parallel.attention_break(forward_batch, kwargs):
+        with (
+            context_parallel.attention_break(forward_batch, kwargs),
+            stock.attention_break(forward_batch, kwargs),
+        ):
             return original(layer, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs)
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
@@ -192,9 +197,10 @@ def indexer_forward(
     """For Indexer.forward_cuda: everything but the selection in the segment, the selection at a break."""
     arena = _active(forward_batch) if use_cuda_graph else None
     if arena is None or not (return_indices or arena.capturing_dense):
-        return original(
-            indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph
-        )
+        with stock.a_break(forward_batch):
+            return original(
+                indexer, x, q_lora, positions, forward_batch, layer_id, return_indices, use_cuda_graph
+            )
     from sglang.kernels.ops.quantization.act_quant_triton import act_quant
     from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 

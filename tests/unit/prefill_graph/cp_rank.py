@@ -61,6 +61,7 @@ class Seen:
     bounds: list[int]
     padded_to: int
     kept: int  # bytes of the graphs' memory that breaks own
+    impl: str
     table: int = TABLE
 
 
@@ -283,7 +284,7 @@ class Rank:
         return Model()
 
     def __init__(self, rank: int, buckets: Sequence[int], impl: str, without: Sequence[str] = ()) -> None:
-        self.stack = contextlib.ExitStack()
+        self.impl, self.stack = impl, contextlib.ExitStack()
         load()
         recorded_graph.install()
         self.attention = cp_kernels.install()
@@ -618,4 +619,5 @@ class Rank:
             bounds=list(bounds),
             padded_to=padded_to,
             kept=lifetime.kept().bytes,
+            impl=self.impl,
         )

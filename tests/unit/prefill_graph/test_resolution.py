@@ -254,43 +254,72 @@ def test_where_breaks_may_own_their_inputs_the_plan_counts_what_every_layer_keep
 
 
 # TP8 without context parallelism, on H200s. `later`: what SGLang resolves behind its memory settings.
-OWNING: tuple[tuple[dict[str, Any], dict[str, Any], int | None, str], ...] = (
-    ({"kv_cache_dtype": "fp8_e4m3"}, {"dsa_prefill_backend": "flashmla_kv"}, 9, "--kv-cache-dtype bfloat16"),
-    ({}, {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "trtllm"}, 10, "--kv-cache-dtype bfloat16"),
-    ({}, {}, None, "--kv-cache-dtype bfloat16"),
-    ({"kv_cache_dtype": "bfloat16", "dsa_prefill_backend": "fa3"}, {}, 9, "--dsa-prefill-backend fa3"),
-    ({"attn_dp_size": 8}, {}, 9, "DP attention"),
-    ({"attention_backend": "triton"}, {}, 9, "attention backend is triton"),
-    ({"decode_attention_backend": "trtllm_mla"}, {}, 9, "attention backend is trtllm_mla"),
-    ({"moe_a2a_backend": "deepep"}, {}, 9, "--moe-a2a-backend deepep"),
-    ({"enable_hisparse": True}, {}, 9, "HiSparse"),
-    ({"enable_kv_cache_sharding": True}, {}, 9, "sharded"),
-    ({"dsa_topk_backend": "torch"}, {}, 9, "--dsa-topk-backend torch"),
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+KNOWN: tuple[tuple[dict[str, Any], dict[str, Any], int | None], ...] = (
+    ({}, {}, 9),
+    (FP8, {"dsa_prefill_backend": "flashmla_kv", "dsa_decode_backend": "flashmla_kv"}, 9),
+    ({}, {**FP8, "dsa_prefill_backend": "trtllm", "dsa_decode_backend": "trtllm"}, 10),
+    ({}, {}, None),
+    ({"dsa_prefill_backend": "fa3"}, {}, 9),
+    ({"attn_dp_size": 8}, {}, 9),
+    ({"moe_a2a_backend": "megamoe"}, {}, 9),
+    ({"enable_symm_mem": True}, {}, 9),  # attention is captured, and its one break is given nothing
+    ({"speculative_algorithm": "EAGLE"}, {}, 9),
+)
+OWNING: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({"attention_backend": "triton"}, {}, "attention backend is triton"),
+    ({"decode_attention_backend": "trtllm_mla"}, {}, "attention backend is trtllm_mla"),
+    ({"moe_a2a_backend": "deepep"}, {}, "--moe-a2a-backend deepep"),
+    ({**FP8, "enable_symm_mem": True}, {}, "--enable-symm-mem"),
+    ({"enable_symm_mem": True}, FP8, "--enable-symm-mem"),
+    ({"enable_hisparse": True}, {}, "HiSparse"),
+    ({"enable_unified_memory": True}, {}, "--enable-unified-memory"),
+    ({"enable_kv_cache_sharding": True}, {}, "sharded"),
+    ({"dcp_size": 2}, {}, "decode context parallelism"),
 )
 
 
-@pytest.mark.parametrize(("given", "later", "capability", "word"), OWNING)
-def test_where_no_arena_will_be_the_plan_counts_what_every_layer_keeps(
+def tensor_parallel(given: dict[str, Any]) -> Arguments:
+    return Arguments(**({"tp_size": 8, "ep_size": 8} | given))
+
+
+@pytest.mark.parametrize(("given", "later", "capability"), KNOWN)
+def test_where_breaks_own_nothing_buckets_reach_the_chunk(
     chosen: Any,
     caplog: pytest.LogCaptureFixture,
     given: dict[str, Any],
     later: dict[str, Any],
     capability: int | None,
+) -> None:
+    chosen(capability=capability, mode="auto")
+    arguments = tensor_parallel(given)
+    resolve(arguments, **later)
+    assert arguments.prefill.bs == list(buckets.plan(16384).buckets)
+    assert "run eagerly" not in caplog.text
+
+
+@pytest.mark.parametrize(("given", "later", "word"), OWNING)
+def test_where_breaks_may_own_the_plan_counts_what_every_layer_keeps(
+    chosen: Any,
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any],
+    later: dict[str, Any],
     word: str,
 ) -> None:
-    chosen(memory=H200_MIB, capability=capability, mode="auto")
-    arguments = Arguments(**({"tp_size": 8, "ep_size": 8} | given))
+    chosen(mode="auto")
+    arguments = tensor_parallel(given)
     resolve(arguments, **later)
-    heads = 8 // arguments.view.attn_dp_size
-    kept = footprint.kept_row_bytes(footprint.Sizes.of(GLM, attention_tp=heads, moe_tp=1), 1)
+    kept = footprint.kept_row_bytes(footprint.Sizes.of(GLM, attention_tp=8, moe_tp=1), 1)
     assert 0 < sum(arguments.prefill.bs) * 78 * kept < H200_MIB * 2**20 / 8
     assert "run eagerly" in caplog.text
     assert word in caplog.text
 
 
-def test_a_draft_models_breaks_are_counted(chosen: Any) -> None:
+def test_a_draft_models_breaks_are_counted_where_they_may_own(chosen: Any) -> None:
+    """It never has an arena."""
     chosen(mode="auto")
-    alone, draft = Arguments(), Arguments(speculative_algorithm="EAGLE")
+    alone = Arguments(enable_symm_mem=True)
+    draft = Arguments(enable_symm_mem=True, speculative_algorithm="EAGLE")
     resolve(alone)
     resolve(draft)
     kept = footprint.kept_row_bytes(footprint.Sizes.of(GLM, attention_tp=1, moe_tp=1), 1)

@@ -14,7 +14,7 @@ import torch
 
 from glm_sglang.prefill_graph import buckets
 from tests.unit.prefill_graph.cp_kernels import PAGE
-from tests.unit.prefill_graph.cp_rank import LAYERS, RANKS, Step
+from tests.unit.prefill_graph.cp_rank import HIDDEN, LAYERS, RANKS, VOCABULARY, Step, normal
 from tests.unit.prefill_graph.ranks import both, near
 from tests.unit.prefill_graph.tp_rank import TensorParallelRank
 
@@ -53,7 +53,7 @@ def test_the_replay_of_the_steps_bucket_is_the_eager_pass(ranks: Any, name: str)
         eager, graph = passes[name]
         assert (eager.graph, graph.graph) == (False, True)
         assert graph.padded_to == PLAN.bucket(step.tokens)
-        assert torch.isfinite(graph.logits).all()
+        assert torch.isfinite(graph.hidden).all()
         near(graph.logits, eager.logits)
         near(graph.hidden[: step.tokens], eager.hidden[: step.tokens])
         near(graph.logits, ranks[0][name][1].logits)
@@ -78,6 +78,24 @@ def test_padding_goes_to_no_expert_and_ranks_make_the_same_calls(ranks: Any, nam
             assert len(ids) == share
             assert (ids[mine:] == -1).all()
             assert (ids[:mine] >= 0).all()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_at_the_break_attention_leaves_zeros_behind_the_steps_rows(ranks: Any, name: str) -> None:
+    """As eagerly: a padding's row is its token's embedding still, for it goes to no expert. On the arena it attends."""
+    for passes in ranks:
+        eager, graph = passes[name]
+        if graph.impl == "flashmla_kv":
+            near(graph.hidden, eager.hidden)
+            embedded = normal(2, VOCABULARY, HIDDEN)[0]
+            rows = graph.hidden[STEPS[name].tokens :]
+            near(rows, (embedded / embedded.abs().max()).expand_as(rows))
+
+
+def test_breaks_own_none_of_the_graphs_memory(ranks: Any) -> None:
+    """On the arena, and SGLang's own: the indexer, and attention at its break."""
+    kept = [seen.kept for passes in ranks for both in passes.values() for seen in both]
+    assert kept == [0] * (len(ranks) * len(STEPS) * 2)
 
 
 def test_without_the_cut_attention_at_the_break_has_the_paddings_lengths(tmp_path: Path) -> None:

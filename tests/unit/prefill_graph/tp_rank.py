@@ -159,6 +159,7 @@ class TensorParallelRank(Rank):
         "whole:attention_forward",
         "whole:indexer_forward",
         "rows:cached_lengths",
+        "rows:output_rows",
     )
     moe_hooked: ClassVar[tuple[str, ...]] = ("routed_experts", "one_bucket")
     context_parallel = False
