@@ -37,6 +37,11 @@ FLAGS = (
     *("--page-size", "64"),
     *("--cuda-graph-backend-prefill", "breakable", "--cuda-graph-bs-prefill", str(SIZES[0])),
 )
+# Of a server's histograms: what its p99 and its count are called here.
+_TIMES = {
+    "scheduler_stall_seconds": ("scheduler_stall_p99_s_at_most", "scheduler_steps_with_work"),
+    "cache_load_wait_seconds": ("load_wait_p99_s_at_most", "batches_with_loads"),
+}
 _SAMPLE = re.compile(r"^(glm_sglang:[a-z_]+)(?:\{([^}]*)\})? (\S+)$")
 
 
@@ -112,11 +117,11 @@ def queue(arm: Arm, size: int, turn: int) -> float:
 
 
 def steps(found: Sequence[Arm], size: int, turn: int) -> None:
-    """One turn of each arm; the order goes round."""
+    """One turn of each arm, at its place in `step_ms`; the order goes round."""
     for arm in [*found[turn % len(found) :], *found[: turn % len(found)]]:
-        arm.result.setdefault("step_ms", {}).setdefault(str(size), []).append(
-            round(queue(arm, size, turn), 3)
-        )
+        times = arm.result.setdefault("step_ms", {}).setdefault(str(size), [])
+        times += [None] * (turn + 1 - len(times))  # what has failed keeps its place
+        times[turn] = round(queue(arm, size, turn), 3)
 
 
 def single(found: Sequence[Arm], size: int, count: int = 20) -> None:
@@ -210,42 +215,43 @@ def load(arm: Arm, tokens: int, new: int) -> dict[str, Any]:
 
 
 def metrics(arm: Arm) -> dict[str, Any]:
-    """Our numbers as the server exports them, and the scheduler's stalls: p99 as the bucket's upper bound."""
+    """Our numbers as the server exports them; the scheduler's stalls, and of them the waits of a launch for its loads:
+    p99 as the bucket's upper bound."""
     text = httpx.get(arm.server.url + "/metrics", timeout=10.0, follow_redirects=True).text
     found: dict[str, float] = {}
-    buckets: list[tuple[float, float]] = []
+    buckets: dict[str, list[tuple[float, float]]] = {name: [] for name in _TIMES}
     for line in text.splitlines():
         if not (match := _SAMPLE.match(line)):
             continue
         name, labels, value = match[1].removeprefix("glm_sglang:"), match[2] or "", float(match[3])
-        if name == "scheduler_stall_seconds_bucket":
+        if (histogram := name.removesuffix("_bucket")) != name and histogram in buckets:
             bound = re.search(r'le="([^"]+)"', labels)
             assert bound is not None
-            buckets.append((float(bound[1]), value))
+            buckets[histogram].append((float(bound[1]), value))
         elif value and ("cache_" in name or "stall" in name) and "_bucket" not in name:
             end = re.search(r'(?:end|tier|reason)="([^"]+)"', labels)
             found[f"{name}.{end[1]}" if end else name] = value
-    buckets.sort()
-    total = buckets[-1][1] if buckets else 0.0
-    p99 = next((bound for bound, count in buckets if total and count >= 0.99 * total), None)
-    return {"scheduler_stall_p99_s_at_most": p99, "scheduler_steps_with_work": total, **found}
+    times: dict[str, float | None] = {}
+    for histogram, (p99_name, count_name) in _TIMES.items():
+        ordered = sorted(buckets[histogram])
+        total = ordered[-1][1] if ordered else 0.0
+        times[p99_name] = next((bound for bound, count in ordered if total and count >= 0.99 * total), None)
+        times[count_name] = total
+    return {**times, **found}
 
 
 def headline(arms: Sequence[Arm]) -> dict[str, Any]:
-    """Ratios to the cache off: of medians over the turns, and of each turn."""
+    """Ratios to the cache off, turn by turn, of the turns that both have had; and their median."""
     by_name = {arm.name: arm.result for arm in arms}
     result: dict[str, Any] = {}
     off = by_name.get("off", {})
     for name, found in by_name.items():
         for size, times in found.get("step_ms", {}).items():
-            base = off.get("step_ms", {}).get(size)
-            if base and name != "off":
-                result[f"step_ratio_{name}_{size}"] = round(
-                    statistics.median(times) / statistics.median(base), 4
-                )
-                result[f"step_ratios_{name}_{size}"] = [
-                    round(a / b, 4) for a, b in zip(times, base, strict=False)
-                ]
+            base = off.get("step_ms", {}).get(size, [])
+            ratios = [round(a / b, 4) for a, b in zip(times, base, strict=False) if a and b]
+            if ratios and name != "off":
+                result[f"step_ratio_{name}_{size}"] = round(statistics.median(ratios), 4)
+                result[f"step_ratios_{name}_{size}"] = ratios
         for size, times in found.get("single_ms", {}).items():
             base = off.get("single_ms", {}).get(size)
             if base and name != "off":

@@ -11,7 +11,8 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,17 +220,37 @@ class Copies:
         for wanted in forward_ms:
             forward = Forward(wanted)
             without = seconds(lambda forward=forward: forward.run(None))  # type: ignore[misc]
-            under = seconds(lambda forward=forward: self._forward_over_load(forward, pages, host))  # type: ignore[misc]
+            waits: list[tuple[float, float]] = []
+            under = seconds(lambda f=forward, w=waits: self._forward_over_load(f, pages, host, w))  # type: ignore[misc]
+            launch, finish = (statistics.median(times) for times in zip(*waits[1:], strict=True))
             result[f"under_a_forward_of_{wanted:.0f}_ms"] = {
                 "forward_alone_ms": round(without * 1e3, 2),
                 "forward_over_load_ms": round(under * 1e3, 2),
                 "exposed_ms": round((under - without) * 1e3, 2),
                 "exposed_share_of_copy": round((under - without) / taken, 4),
+                "launch_waits_ms": round(launch * 1e3, 3),
+                "finish_ms": round(finish * 1e3, 3),
             }
         return result
 
-    def _forward_over_load(self, forward: Forward, pages: Sequence[int], host: Sequence[HostPage]) -> None:
+    def _forward_over_load(
+        self,
+        forward: Forward,
+        pages: Sequence[int],
+        host: Sequence[HostPage],
+        waits: list[tuple[float, float]],
+    ) -> None:
+        """waits gets the seconds that the launching thread waited for layers to be queued, and those of `finish`."""
         counter = StreamLayerCounter(LAYERS, self.copier)
+        waited = [0.0]
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            began = time.perf_counter()
+            yield
+            waited[0] += time.perf_counter() - began
+
+        counter.waiting = waiting
         index = counter.update_producer()
         counter.set_consumer(index)
         ready = self.copier.written(torch.cuda.current_stream())
@@ -240,8 +261,11 @@ class Copies:
 
         thread = threading.Thread(target=load)
         thread.start()
-        forward.run(counter.wait_until)
+        forward.launch(counter.wait_until)
+        began = time.perf_counter()
         assert counter.finish(index)
+        waits.append((waited[0], time.perf_counter() - began))
+        torch.cuda.synchronize()
         thread.join()
 
     def pinning(self, count: int) -> dict[str, Any]:
@@ -318,12 +342,16 @@ class Forward:
 
     def run(self, wait_for_layer: Callable[[int], None] | None) -> None:
         """One forward; returns when it has ended."""
+        self.launch(wait_for_layer)
+        torch.cuda.synchronize()
+
+    def launch(self, wait_for_layer: Callable[[int], None] | None) -> None:
+        """One forward; returns when it is queued."""
         for layer in range(LAYERS):
             if wait_for_layer is not None:
                 wait_for_layer(layer)
             for _ in range(self._products):
                 self._product()
-        torch.cuda.synchronize()
 
 
 def _ignore(layer: int) -> None:

@@ -27,6 +27,7 @@ EXERCISED = (
     "device_evicted_tokens",
     "pool_evicted_pages",
     "pages_loaded_to_device",
+    "load_waits",  # a stall is not judged where a load's waits are not in it
     "hit_pages_pool",
     "hit_pages_valkey",
     "pages_checked",
@@ -88,13 +89,18 @@ def at_most(before: Sample, after: Sample, name: str, share: float) -> float:
 
 
 def stalls(before: Sample, after: Sample) -> dict[str, Any]:
-    """Milliseconds that a scheduling step spent in the cache between two scrapes, of steps that spent any.
+    """Milliseconds that a scheduling step spent in the cache between two scrapes, of steps that spent any; `load_wait_`:
+    what of it the launch of a batch waited for its loads.
 
     `max` is exact where the longest step since the server's start lies between the two; else it, and always the
     quantiles, are upper bounds of buckets.
     """
     found: dict[str, Any] = {"steps": grown(before, after, "scheduler_stall_seconds_count")}
-    for name, metric in (("", "scheduler_stall_seconds"), ("running_", "scheduler_stall_running_seconds")):
+    for name, metric in (
+        ("", "scheduler_stall_seconds"),
+        ("running_", "scheduler_stall_running_seconds"),
+        ("load_wait_", "cache_load_wait_seconds"),
+    ):
         for quantile, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
             found[f"{name}{quantile}"] = _ms(at_most(before, after, metric, share))
     longest = total(after, "scheduler_stall_max_seconds")

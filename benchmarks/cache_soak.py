@@ -12,7 +12,8 @@ Judged, with exit status 1 where one does not hold (`verdict`):
   leaks   when all is idle, nothing is held, pinned, queued or waiting, in our tiers or SGLang's KV; SGLang's own check
           of an idle pool is silent; memory, threads, files and connections stay where they were after the warm-up (the
           first third of the load).
-  stalls  the longest time of a scheduling step in the cache (on a GPU; reported on a CPU, where all share the cores).
+  stalls  the longest time of a scheduling step in the cache, what a batch's launch waits for its loads among it (on a
+          GPU; reported on a CPU, where all share the cores and a launch waits for the bytes).
   and that each of these things happened: "not exercised" is a failure.
 """
 
@@ -326,6 +327,7 @@ def counts(before: Sample, after: Sample) -> dict[str, int]:
         "miss_pages_valkey": of("cache_miss_pages", tier="valkey"),
         "lost_pages": of("cache_lost_pages"),
         "pages_loaded_to_device": of("cache_load_pages"),
+        "load_waits": grown(before, after, "cache_load_wait_seconds_count"),
         "saved_pages": of("cache_saved_pages"),
         "dropped_saves": of("cache_dropped_saves"),
         "device_evicted_tokens": of("evicted_tokens"),

@@ -117,6 +117,14 @@ def test_the_longest_stall_of_the_load_alone() -> None:
     assert judge.stalls(before, after)["max"] is None
 
 
+def test_what_a_launch_waits_for_its_loads_is_told_apart() -> None:
+    before, after = scrape(0.0), scrape(0.0)
+    for bound, count in (("0.003", 99), ("0.3", 100), ("+Inf", 100)):
+        after[f'cache_load_wait_seconds_bucket{{le="{bound}",rank="0"}}'] = count
+    found = judge.stalls(before, after)
+    assert (found["load_wait_p99"], found["load_wait_max"]) == (3.0, 300.0)
+
+
 def test_a_probe_whose_tokens_differ_is_wrong() -> None:
     sizes = load.Sizes(shortest=1, longest=2, tail=1, probe=1, clients=1, live=1, probe_every=1.0)
     client = load.Client("http://nowhere", sizes, seed=0)
