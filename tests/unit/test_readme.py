@@ -37,3 +37,42 @@ def test_the_caches_gain_is_said_of_what_was_measured() -> None:
     assert [float(word) for word in said.groups()[1:]] == [
         round(gain[k], 2) for k in ("value", "low", "high")
     ]
+
+
+def test_what_a_load_exposes_is_said_beside_its_target() -> None:
+    """Of a page's bytes, by what the server saved, at the rate of a load by itself."""
+    found = result("h200/async_save")
+    ours = found["servers"]["arms"]["ours"]
+    saved = ours["metrics"]["after_steps"]
+    page = saved["cache_saved_bytes_total"] / saved["cache_saved_pages_total"] - 128
+    load = ours["load"]["32k"]
+    copy_ms = load["tokens"] / 64 * page / found["copies"]["load_32k_tokens"]["load_gb_s"] / 1e6
+    said = re.search(
+        r"pool cost (\d+) ms more than from the device, (\S+) times their copy .*? costs (\d+) ms more",
+        README,
+    )
+    assert said
+    assert said[1] == f"{load['exposed_ms']:.0f}"
+    assert said[2] == f"{load['exposed_ms'] / copy_ms:.1f}"
+    assert int(said[3]) == int(load["recompute_ms"] - load["with_new_tokens_from_device_ms"])
+    shares = sorted(
+        under["exposed_share_of_copy"]
+        for name in ("load_32k_tokens", "load_128k_tokens")
+        for case, under in found["copies"][name].items()
+        if case.startswith("under_")
+    )
+    listed = re.search(
+        r"longer by (\S+), (\S+) and (\S+) of the copy under it: missed, .*? four by (\S+)\. ", README
+    )
+    assert listed
+    assert [float(listed[n]) for n in (4, 1, 2, 3)] == [round(share, 2) for share in shares]
+
+
+def test_synchronous_saves_are_compared_turn_by_turn() -> None:
+    arms = result("h200/async_save")["servers"]["arms"]
+    ratios = [
+        arms["sync"]["step_ms"][size][0] / arms["off"]["step_ms"][size][0] for size in ("4096", "16384")
+    ]
+    said = re.search(r"with synchronous saves, one turn: (\S+), (\S+);", README)
+    assert said
+    assert [float(word) for word in said.groups()] == [round(ratio, 2) for ratio in ratios]
