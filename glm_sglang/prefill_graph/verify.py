@@ -5,8 +5,8 @@ same fresh prompt, of which each row selects all of its keys.
 
 Runs after capture, before the server is ready, when nobody has a slot of the KV pool. What it writes there stays: a
 request reads only slots that it has written or loaded. Ranks run the same steps in the same order, as they do when they
-serve; their counts are synced as the scheduler syncs them. Under context or pipeline parallelism nothing is compared,
-and `resolution` refuses it.
+serve; their counts are synced as the scheduler syncs them. Where there is nothing to compare, and under pipeline
+parallelism, `resolution` ends the start.
 
 Target        ModelRunner.init_cuda_graphs (after it).
 Upstream      none.
@@ -87,7 +87,7 @@ def after_capture(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> 
     if not (options.current().ours and options.current().verify) or model_runner.is_draft_worker:
         return
     runner = model_runner.prefill_cuda_graph_runner
-    if not getattr(runner, "capture_num_tokens", None) or runner.enable_cp_bcg_capture:
+    if not getattr(runner, "capture_num_tokens", None):
         raise RuntimeError(
             "prefill graph: --glm-verify-graphs has no graphs to compare (the log says why); serve without it"
         )

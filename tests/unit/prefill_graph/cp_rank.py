@@ -240,6 +240,10 @@ class Model:
         return LogitsProcessorOutput(next_token_logits=hidden[last] @ head)
 
 
+# SGLang's plan of where a step's KV goes, as far as a replay asks it.
+SLOTS = SimpleNamespace(bind_replay=lambda static, reader, *, slots: setattr(static, "out_cache_loc", slots))
+
+
 class Gloo:
     """A GroupCoordinator of both ranks."""
 
@@ -446,7 +450,9 @@ class Rank:
             device_timer=None,
             attn_tp_sequence_sharded=lambda tokens: True,
             prepare_dummy_forward_batch=lambda batch: batch,
-            kv_index_translator=SimpleNamespace(bind_runner_slots=lambda batch: None),
+            kv_index_translator=SimpleNamespace(
+                bind_runner_slots=lambda batch: setattr(batch, "kv_loc_plan", SLOTS)
+            ),
             ngram_embedding_manager=SimpleNamespace(enabled=False),
             spec_algorithm=SimpleNamespace(
                 is_speculative=lambda: False, supports_prefill_shared_read_done=lambda: False
@@ -577,9 +583,7 @@ class Rank:
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_logprob=False,
             global_forward_mode=ForwardMode.EXTEND,
-            kv_loc_plan=SimpleNamespace(
-                bind_replay=lambda static, reader, *, slots: setattr(static, "out_cache_loc", slots)
-            ),
+            kv_loc_plan=SLOTS,
         )
         ModelRunner._prepare_eager_forward_batch(self.model_runner, batch)
         return batch
@@ -621,3 +625,34 @@ class Rank:
             kept=lifetime.kept().bytes,
             impl=self.impl,
         )
+
+    def verified(self) -> list[tuple[int, int, float]]:
+        """What --glm-verify-graphs compares: bucket, tokens, KL. ModelRunner._forward_raw has both branches here."""
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        from glm_sglang.prefill_graph import options, verify
+
+        model_runner, said = self.model_runner, []
+        context = ForwardContext(attn_backend=model_runner.attn_backend)
+
+        def forward_raw(batch: Any, _: None) -> Any:
+            recorded_graph.POOL.poison()
+            ModelRunner._prepare_eager_forward_batch(model_runner, batch)
+            chosen = model_runner.prefill_cuda_graph_runner
+            replays = chosen is self.runner and bool(self.runner.can_run_graph(batch))
+            with forward_context(context, forward_batch=batch):
+                output = (self.runner if replays else self.eager).execute(batch)
+            return SimpleNamespace(can_run_graph=replays, logits_output=output)
+
+        vars(model_runner).update(
+            _forward_raw=forward_raw,
+            prefill_cuda_graph_runner=self.runner,
+            eager_runner=self.eager,
+            page_size=PAGE,
+        )
+        options.current = lambda: options.Options(mode="strict", verify=True)  # type: ignore[assignment]
+        compare = verify.compare
+        verify.compare = lambda *args, **kwargs: said.append(compare(*args, **kwargs)) or said[-1]  # type: ignore
+        verify.after_capture(None, model_runner)
+        return [(difference.bucket, difference.tokens, difference.kl) for difference in said]

@@ -376,8 +376,7 @@ def test_strict_under_context_parallelism_names_the_draft_model(
             "disabled",
             "has no graphs to compare.*context parallelism",
         ),
-        ({"enable_prefill_cp": True, "tp_size": 8}, "breakable", "under --enable-prefill-cp; leave one"),
-        ({"pp_size": 2}, "breakable", "under --pp-size 2; leave one"),
+        ({"pp_size": 2}, "breakable", "--pp-size 2 cuts this one; leave it out"),
     ],
 )
 def test_a_verification_of_nothing_ends_the_start(

@@ -56,7 +56,6 @@ class Verified:
         self.model_config = SimpleNamespace(vocab_size=VOCABULARY, context_len=context)
         self.prefill_cuda_graph_runner = self.graphs = SimpleNamespace(
             capture_num_tokens=buckets,
-            enable_cp_bcg_capture=False,
             device="cpu",
             model_runner=self,
             capture_prepare=self.prepare,
@@ -186,9 +185,7 @@ def test_its_passes_are_not_counted_as_steps(monkeypatch: pytest.MonkeyPatch) ->
     verify.after_capture(None, Verified(monkeypatch, [64]))
 
 
-@pytest.mark.parametrize(
-    "runner", [object(), SimpleNamespace(capture_num_tokens=[], enable_cp_bcg_capture=False)]
-)
+@pytest.mark.parametrize("runner", [object(), SimpleNamespace(capture_num_tokens=[])])
 def test_without_graphs_the_server_does_not_start(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     model_runner: Any = Verified(monkeypatch, [64])
     model_runner.prefill_cuda_graph_runner = runner
