@@ -4,8 +4,9 @@
     --unified-cache-external-linker-config '{"linker": "GlmCacheLinker", "linker_module_path": "glm_sglang.cache.linker"}'
 
 (`--glm-cache-url` sets these.) SGLang calls everything here on the scheduler's thread, so nothing here waits for a
-network, a copy or a device: a lookup asks the pool in memory, loads and saves are handed to threads. A hit is reported
-only for pages that are pinned in the pool, so a load cannot miss later.
+network, a copy or a device: a lookup asks the pool in memory, loads and saves are handed to threads. The exception is the
+launch of a batch that loads: it waits until the load is queued on the GPU, and on a CPU until its bytes are there
+(`layer_waits`). A hit is reported only for pages that are pinned in the pool, so a load cannot miss later.
 
 Ranks: every rank has a pool of its own; SGLang intersects what they report. Those that hold the same pages save them to
 Valkey in shares (`tiers.Share`). Whatever is decided by one rank alone

@@ -206,6 +206,55 @@ def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
         assert torch.equal(rows[of], was[of])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
+    """The batch before keeps the load from landing; two batches are launched over it, the second into the same slots, and
+    then these are another's. Who reads and writes them comes in that order, whoever has gone on.
+    """
+    pages = device_pages(make_pool(kind), 64)
+    truth = fill(pages, 6)
+    parts = [part for layer in pages.layers for part in layer]
+    copier = small(pages)
+    counter = StreamLayerCounter(LAYERS, copier)
+    slots = pinned(pages.layout.page_bytes, 12)
+    cuda: Any = torch.cuda
+    forward = cuda.Stream()
+    first, second = [4, 9, 2, 30, 11, 5], [7, 1, 22, 3, 17, 8]
+    copier.save(first + second, slots)
+    copier.load(first, slots[:6], lambda layer: None)  # kernels are made once, and that waits
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.stream(forward):
+        cuda._sleep(2_000_000_000)  # about 1 s
+    seen: list[list[torch.Tensor]] = []
+    ends = []
+    for host in (slots[:6], slots[6:]):  # both into the slots of `first`
+        copier.written(forward)()
+        index = counter.update_producer()
+        counter.set_consumer(index)
+        ends.append(copier.start_load(first, host, lambda layer, index=index: counter.complete(index, layer)))
+        read: list[torch.Tensor] = []
+        with torch.cuda.stream(forward):
+            for layer in range(LAYERS):
+                counter.wait_until(layer)
+                read += [part.rows.clone() for part in pages.layers[layer]]
+        seen.append(read)
+        assert counter.finish(index)
+        assert not forward.query()
+    with torch.cuda.stream(forward):
+        for part in parts:
+            part.rows.fill_(7)
+    for end in ends:
+        end()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for read, of in zip(seen, (first, second), strict=True):
+        assert len(read) == len(parts)
+        for rows, was in zip(read, truth, strict=True):
+            assert torch.equal(rows[first], was[of])
+    assert all(bool((part.rows == 7).all()) for part in parts)
+
+
 def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured() -> None:
     from lmcache.v1.memory_management import MemoryFormat
 
