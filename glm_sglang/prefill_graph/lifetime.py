@@ -6,8 +6,9 @@ Why           SGLang keeps a break's tensor arguments as views without ownership
               handed to a bucket captured later, and a break of the earlier bucket then works on memory that two
               graphs own: wrong bytes, or, where the bytes are indices, an illegal access.
 How           the argument itself is kept. What that costs is counted. Where this room captures the attention
-              (`whole`) nearly all of it is gone, because breaks then work on buffers of the runner. Under context
-              parallelism the breaks that `context_parallel` knows are exempt (`rewritten`), and own nothing.
+              (`whole`) nearly all of it is gone, because breaks then work on buffers of the runner. Of SGLang's breaks
+              those that `stock` and, under context parallelism, `context_parallel` know are exempt (`rewritten`), and
+              own nothing.
 Upstream      sglang issue 37606, PR 37448 (open in 0.5.23); seen with GLM PD prefill.
 Goes when     that PR is in a release.
 
