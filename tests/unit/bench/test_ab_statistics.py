@@ -90,6 +90,21 @@ def test_several_verdicts_need_more_rounds(verdicts: int, rounds: int) -> None:
     assert f"({rounds} at least)" in verdict(few, verdicts=verdicts)["says"]  # type: ignore[index]
 
 
+def test_four_verdicts_of_eight_rounds_are_all_right_in_nineteen_of_twenty_runs() -> None:
+    """Two points, two endpoints against one baseline each. The bootstrap alone would have one wrong in 8 % of runs."""
+    rng, trials, wrong_runs = np.random.default_rng(5), 600, 0
+    for _ in range(trials):
+        right = True
+        for _ in range(2):
+            base = rng.normal(0, 0.1, 8)
+            for _ in range(2):
+                found = statistics.ratio([[value] for value in np.exp(rng.normal(0, 0.1, 8) - base)], 4)
+                assert found is not None
+                right &= found.covers(1.0)
+        wrong_runs += not right
+    assert wrong_runs <= stats.binom.ppf(0.9975, trials, 1 - statistics.CONFIDENCE), wrong_runs / trials
+
+
 def test_an_interval_of_several_holds_the_one_that_is_alone() -> None:
     values = rounds_of(np.random.default_rng(9), 10, 12, 1.0)
     alone, one_of_four = statistics.ratio(values), statistics.ratio(values, 4)
