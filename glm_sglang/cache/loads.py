@@ -90,7 +90,7 @@ class LoadQueue:
             try:
                 landed = self._copy(index, loads, free)
             except BaseException as error:
-                self._failed(index, loads, error)
+                self._failed(index, loads, error, "its requests are aborted")
                 self._release(loads)
             else:
                 self._under_way.put((index, loads, landed))
@@ -104,12 +104,12 @@ class LoadQueue:
                 landed()
                 self._recorder.add("cache_load_pages", amount=sum(len(load.pages) for load in loads))
             except BaseException as error:
-                self._failed(index, loads, error)
+                self._failed(index, loads, error, "its copies were under way: the device is lost")
             finally:
                 self._release(loads)
 
-    def _failed(self, index: int, loads: list[Load], error: BaseException) -> None:
-        logger.error("a load failed; its requests are aborted", exc_info=error)
+    def _failed(self, index: int, loads: list[Load], error: BaseException, then: str) -> None:
+        logger.error("a load failed; %s", then, exc_info=error)
         self._recorder.add("cache_failed_loads", amount=len(loads))
         self._counter.fail(index, error)
 
