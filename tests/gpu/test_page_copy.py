@@ -102,6 +102,7 @@ def fill(pages: DevicePages, seed: int) -> list[torch.Tensor]:
                 torch.randint(0, 256, part.rows.shape, dtype=torch.uint8, device="cuda", generator=generator)
             )
             copies.append(part.rows.clone())
+    torch.cuda.synchronize()  # the copies under test run on streams of their own
     return copies
 
 
