@@ -2,7 +2,7 @@
 
 All ratios are speed-ups over the baseline: its time over the other's, or the other's rate over its. Above 1:
 the other one is faster. One ratio of a pair of endpoints at a point is judged, chosen before anything is measured; the
-rest are ten more, of which one leaves 1 out in every fifth run of equal endpoints: remarks, not verdicts.
+rest are nine more, of which one leaves 1 out in every fifth run of equal endpoints: remarks, not verdicts.
 """
 
 from __future__ import annotations

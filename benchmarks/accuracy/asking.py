@@ -51,9 +51,11 @@ class How:
 def turn(question: Question, how: How) -> Turn:
     """The request: greedy, ends where the model ends it."""
     common: dict[str, Any] = {"max_tokens": question.max_tokens + how.room, "temperature": 0}
-    if question.suite == "gsm8k":
-        common["stop"] = _STOP
     if how.api == "completions":
+        if (
+            question.suite == "gsm8k"
+        ):  # in a chat the template ends the answer, and reasoning may say these words
+            common["stop"] = _STOP
         return Turn(COMPLETIONS, {"prompt": question.prompt, **common}, question.suite, 0)
     body = {"messages": [{"role": "user", "content": question.prompt}], **common}
     if how.thinking is None:
@@ -75,7 +77,9 @@ def judged(question: Question, sample: Sample, how: How) -> tuple[str, str]:
     text = after if end else before + after
     reasons = how.api == "chat" and how.thinking is not None and not end and not sample.reasoning
     cut = sample.finish == "length"
-    answer = "" if cut and reasons else question.read(text)
+    # Of a solution that is cut short the last number is a step of it, not its answer.
+    unfinished = cut and question.suite == "gsm8k" and "####" not in text
+    answer = "" if (cut and reasons) or unfinished else question.read(text)
     if not error and cut and not answer:
         more = "--thinking-tokens, or give --no-thinking" if how.room else "--max-tokens"
         error = f"cut before an answer by max_tokens, {question.max_tokens + how.room}: raise {more}"

@@ -13,6 +13,7 @@ leaves a cffi library in `sys.modules`, on which `vllm.triton_utils.dispatcher` 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 
@@ -26,6 +27,9 @@ def install() -> None:
 
     ContractError, which ends the process, where LMCache is not the one that the repairs were tested with.
     """
+    if importlib.util.find_spec("lmcache") is None:
+        logger.info("%s: LMCache is not installed here, so there is nothing to repair", NAME)
+        return
     from glm_connectors import lmcache_repairs
 
     try:

@@ -152,9 +152,7 @@ def _experts_that_leave(facts: Facts) -> Iterator[str]:
 
 
 def _shared_experts(facts: Facts) -> Iterator[str]:
-    name = "disable_shared_experts_fusion"
-    if name in facts.flags and not facts.on(name):
-        yield f"--disable-shared-experts-fusion is off; MegaMoE for FP8 runs shared experts apart: give it, or {STOCK}"
+    # UPSTREAM: without a flag SGLang keeps them apart wherever there is EP; `state` sees whether it did.
     if facts.on("enforce_shared_experts_fusion"):
         yield f"--enforce-shared-experts-fusion: MegaMoE for FP8 runs shared experts apart: leave it out, or {STOCK}"
     if facts.true(FUSE_SHARED):

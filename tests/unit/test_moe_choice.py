@@ -35,6 +35,8 @@ def test_a_node_of_eight_h200_is_accepted() -> None:
     assert refusals.find(facts(dp_size=2)) == []  # replicas
     assert refusals.find(facts(enable_dp_attention=True, dp_size=8)) == []
     assert refusals.find(facts(disable_shared_experts_fusion=True, weight_cache_mode="off")) == []
+    # SGLang's default, which --glm-no-defaults leaves.
+    assert refusals.find(facts(disable_shared_experts_fusion=False)) == []
     assert refusals.find(facts(None)) == []
 
 
@@ -58,7 +60,6 @@ def test_a_node_of_eight_h200_is_accepted() -> None:
         ({"cpu_offload_gb": 10}, "--cpu-offload-gb"),
         ({"offload_group_size": 4}, "--offload-group-size"),
         ({"enable_paged_experts": True}, "--enable-paged-experts"),
-        ({"disable_shared_experts_fusion": False}, "--disable-shared-experts-fusion"),
         ({"enforce_shared_experts_fusion": True}, "--enforce-shared-experts-fusion"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
         ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap"),

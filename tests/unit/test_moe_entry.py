@@ -100,7 +100,7 @@ class Resolved:
             "num_experts_per_tok": 8,
             "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         }
-        values = dict.fromkeys(FIELDS) | {"tp_size": 8, "ep_size": 8, "disable_shared_experts_fusion": True}
+        values = dict.fromkeys(FIELDS) | {"tp_size": 8, "ep_size": 8, "disable_shared_experts_fusion": False}
         view = SimpleNamespace(**(values | {"moe_a2a_backend": "megamoe"} | flags))
         model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
         monkeypatch.setattr(overrides, "resolving_view", lambda _: view)
@@ -127,7 +127,7 @@ def test_resolved_arguments_are_judged_by_this_room(monkeypatch: pytest.MonkeyPa
     [
         ({"load_format": "remote"}, "--load-format is remote"),  # SGLang makes it of an address
         ({"attn_dp_size": 2, "enable_prefill_cp": True}, "--attn-dp-size is 2"),
-        ({"disable_shared_experts_fusion": False}, "--disable-shared-experts-fusion"),
+        ({"enforce_shared_experts_fusion": True}, "--enforce-shared-experts-fusion"),
     ],
 )
 def test_what_resolution_made_of_the_flags_is_refused(

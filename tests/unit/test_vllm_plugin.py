@@ -67,3 +67,22 @@ def test_another_lmcache_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     assert "expected 0.5.6, found 0.5.7" in done.stderr
     assert "Remedy: install lmcache==0.5.6." in done.stderr
     assert done.stderr.rstrip().endswith("without glm_lmcache_repairs.")
+
+
+def test_a_vllm_without_lmcache_starts(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules["lmcache"] = None  # as where it is not installed
+from glm_connectors import vllm_plugin
+import logging
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+vllm_plugin.install()
+print(sorted(name for name in sys.modules if name.startswith("glm_connectors.lmcache_repairs")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    said, repaired = done.stdout.splitlines()
+    assert "LMCache is not installed here" in said
+    assert repaired == "[]"

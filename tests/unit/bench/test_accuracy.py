@@ -133,6 +133,29 @@ def test_an_answer_that_was_cut_is_none(
         assert ("--thinking-tokens" if how is CHAT else "--max-tokens") in error
 
 
+@pytest.mark.parametrize(
+    ("text", "finish", "answer", "fails"),
+    [
+        ("3 + 4 = 7. Of these", "length", "", True),
+        ("3 + 4 = 7. #### 7 and", "length", "7", False),
+        ("3 + 4 = 7. So 7.", "stop", "7", False),
+    ],
+)
+def test_a_step_of_a_solution_that_was_cut_is_no_answer(
+    text: str, finish: str, answer: str, fails: bool
+) -> None:
+    question = Question("x", "gsm8k", "", "7", 64)
+    found, error = judged(question, Sample("gsm8k", text=text, finish=finish), PLAIN)
+    assert (found, bool(error)) == (answer, fails)
+
+
+def test_only_a_completion_is_stopped_at_the_next_question() -> None:
+    question = Question("x", "gsm8k", "ask", "7", 64)
+    assert turn(question, PLAIN).body["stop"] == ["Question:"]
+    assert "stop" not in turn(question, CHAT).body  # its reasoning may say so, too
+    assert "stop" not in turn(question, QUIET).body
+
+
 def test_room_for_reasoning_is_asked_for_in_chat_only() -> None:
     question = Question("x", "needle", "ask", "1234567", 64)
     assert turn(question, CHAT).body["max_tokens"] == 164

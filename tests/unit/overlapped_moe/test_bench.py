@@ -210,10 +210,13 @@ def test_less_than_a_hundredth_is_no_win() -> None:
     assert measured(1, 1.0, 0.989).winner is Way.OVERLAPPED
 
 
+OPTIONS = {"side_sms": 16, "rows": "worst_case"}
+
+
 def result() -> dict[str, Any]:
     arms = {
         "megamoe": {"ms": 4.6},
-        "overlapped": {"ms": 4.4, "options": {"side_sms": 16}},
+        "overlapped": {"ms": 4.4, "options": OPTIONS},
     }
     return {
         "layer": {"hidden": 6144, "intermediate": 2048, "experts": 64, "top_k": 8, "ranks": 2},
@@ -228,7 +231,10 @@ def result() -> dict[str, Any]:
 def test_results_become_entries_and_later_ones_replace_earlier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entries(result()) == [Measured(KEY, 8192, 4.6, 4.4, {"side_sms": 16}, "2026-12-01")]
+    assert entries(result()) == [Measured(KEY, 8192, 4.6, 4.4, OPTIONS, "2026-12-01")]
+    exact = result()
+    exact["sizes"][0]["arms"]["overlapped"]["options"] = {**OPTIONS, "rows": "exact"}
+    assert entries(exact) == []  # the host counted its rows outside the time
     assert entries({**result(), "routing": "skewed"}) == entries({**result(), "uneven": True}) == []
     file, saved = tmp_path / "crossover.json", tmp_path / "moe_layer.json"
     monkeypatch.setattr(crossover, "TABLE", file)
