@@ -130,8 +130,9 @@ class CudaPageCopier:
     def written(self, forward_stream: Any) -> Callable[[], None]:
         """UPSTREAM: UnifiedCacheLinker.record_offload_ready. Two events, recorded at once on the scheduler's thread.
 
-        The result is called on the save or load thread: it waits until the page numbers are computed (not until the
-        forward has ended), and orders that thread's next save or load behind the forward on the device.
+        The result is called on the save or load thread: it waits until the page numbers are computed, and orders that
+        thread's next save or load behind the forward on the device. UPSTREAM: with overlap the numbers lie behind the
+        forward before, for the schedule stream waits for that (`_apply_war_barrier`).
         """
         numbers = self._runtime.event()
         numbers.record(self._runtime.current())

@@ -37,7 +37,9 @@ class Load:
 
 class LoadQueue:
     """Batches of loads, one after the other. One thread starts their copies, the other ends them when they are done: the
-    next batch is queued on the device while the one before is still copied, or its forward would wait for both.
+    next batch is queued on the device while the one before is still copied, where SGLang asks for it so early. UPSTREAM: with
+    overlap it does not: its schedule stream waits for the whole forward (`_apply_war_barrier`, UNKNOWN), and the next load's
+    page numbers lie on that stream.
 
     A load cannot miss: its pages are pinned in the pool, until its last copy is done. What can still fail is to start the
     copies; then the counter says so and SGLang aborts the batch's requests, whose slots nobody else has seen.
@@ -101,6 +103,8 @@ class LoadQueue:
         while (batch := self._under_way.get()) is not None:
             index, loads, landed = batch
             try:
+                for load in loads:  # here, where no forward waits for it: it hashes whole pages
+                    self._audit.record("load", load.keys, load.pages)
                 landed()
                 self._recorder.add("cache_load_pages", amount=sum(len(load.pages) for load in loads))
             except BaseException as error:
@@ -126,5 +130,4 @@ class LoadQueue:
         for load in loads:
             numbers.extend(page_numbers(load.indices, self._page_tokens))
             pages.extend(load.pages)
-            self._audit.record("load", load.keys, load.pages)
         return self._copier.start_load(numbers, pages, lambda layer: self._counter.complete(index, layer))

@@ -63,11 +63,11 @@ def rewritten() -> Iterator[None]:
     Of the pool's memory, all that the break reads: by a segment or a break of the same replay. Somebody else's: weights,
     static buffers of the runner.
     """
-    _kept.exempt = True
+    before, _kept.exempt = _kept.exempt, True
     try:
         yield
     finally:
-        _kept.exempt = False
+        _kept.exempt = before
 
 
 def keep(original: Callable[[Any], Any], argument: Any) -> Any:
