@@ -1,4 +1,4 @@
-"""What a load's forward waits for, with stand-ins for device, pool and audit: for the queueing of its layers and nothing else."""
+"""What a load's forward waits for: the queueing of its layers, nothing else. Stand-ins for device, pool and audit."""
 
 from __future__ import annotations
 
