@@ -37,9 +37,10 @@ class Load:
 
 class LoadQueue:
     """Batches of loads, one after the other. One thread starts their copies, the other ends them when they are done: the
-    next batch is queued on the device while the one before is still copied, where SGLang asks for it so early. UPSTREAM: with
-    overlap it does not: its schedule stream waits for the whole forward (`_apply_war_barrier`, UNKNOWN), and the next load's
-    page numbers lie on that stream.
+    next batch is queued on the device while the one before is still copied, where SGLang asks for it so early.
+
+    UPSTREAM: with overlap it does not: its schedule stream waits for the whole forward (`_apply_war_barrier`, UNKNOWN),
+    and the next load's page numbers lie on that stream.
 
     A load cannot miss: its pages are pinned in the pool, until its last copy is done. What can still fail is to start the
     copies; then the counter says so and SGLang aborts the batch's requests, whose slots nobody else has seen.

@@ -141,7 +141,8 @@ def settle(server_args: Any, previous: Step) -> None:
         _without_graphs(why)
     elif cp_size(config) > 1 and not options.current().strict:
         _without_graphs(
-            "graphs under context parallelism were measured on two GPUs with few layers only; --glm-prefill-graph strict captures them"
+            "graphs under context parallelism were measured on two GPUs with few layers only; "
+            "--glm-prefill-graph strict captures them"
         )
     else:
         _without_graphs(f"SGLang resolved --cuda-graph-backend-prefill to {backend} (its log says why)")
