@@ -18,10 +18,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.ab.ports import quiet_port
 from benchmarks.ablation.arms import CHANGES
 from glm_sglang.prefill_graph import buckets
-from glm_sglang.serving import Server, ServerError
+from glm_sglang.serving import Server, ServerError, free_port
 
 CAP = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 EAGER = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
@@ -168,7 +167,7 @@ def launch(
         server = Server(
             model,
             [*options["flags"], *args.server_args],
-            port=quiet_port(),
+            port=free_port(),
             module=options.get("module", "glm_sglang.launch_server"),
             env={**ENVIRONMENT, **options.get("env", {})},
             name=name,

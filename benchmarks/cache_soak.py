@@ -42,8 +42,7 @@ from benchmarks._soak_judge import Limits, Sample, grown, left_behind, stalls, v
 from benchmarks._soak_load import PAGE, Client, Sizes
 from benchmarks._stalled_servers import MODEL
 from benchmarks._stalled_turns import Stalls
-from benchmarks.ab.ports import quiet_port
-from glm_sglang.serving import Server, ServerError, group_members
+from glm_sglang.serving import Server, ServerError, free_port, group_members
 
 COMMON = ("--page-size", str(PAGE), "--enable-metrics", "--enable-cache-report")
 _SCRAPED_EVERY = 1.2  # seconds; the server brings its metrics up to date once a second
@@ -125,7 +124,7 @@ class Soak:
         env["GLM_SGLANG_CACHE_AUDIT"] = str(self.audit)
         flags += [*setting.flags(), "--glm-cache-url", self.valkey.url, *args.extra.split()]
         log = out / "server.log"
-        self.server = Server(folder / "model", flags, port=quiet_port(), name="soak", log=log, env=env)
+        self.server = Server(folder / "model", flags, port=free_port(), name="soak", log=log, env=env)
         self.server.ready_timeout_s = args.start_seconds
         # /health answers when a token was made, which compiles kernels: for the client to wait for.
         self.server.ready_path = "/model_info"

@@ -10,7 +10,10 @@ left.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import random
 import re
 import signal
 import socket
@@ -61,16 +64,36 @@ class ServerError(RuntimeError):
         super().__init__(f"{message}\n{lines}\n  the whole log: {log}")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on now; this process never hands out the same one twice."""
-    while True:
+def free_port(host: str = "127.0.0.1", span: int = 10_000) -> int:
+    """A TCP port nobody listens on now; this process never hands out the same one twice.
+
+    It lies below those that the kernel gives to connections, of which it may give away any before a server, half a minute
+    after its start, binds its own. Any free one where there are not `span` such ports.
+    """
+    first = _first_of_the_kernel()
+    quiet = random.Random().sample(range(first - span, first), span // 10) if first > 2 * span else []
+    for wanted in itertools.chain(quiet, itertools.repeat(0)):
         with socket.socket() as probe:
-            probe.bind((host, 0))
+            try:
+                probe.bind((host, wanted))
+            except OSError as error:
+                if wanted and error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    continue
+                raise
             port = int(probe.getsockname()[1])
         # SGLang derives further ports by adding up to a few thousand.
         if port not in _handed_out and port < 60000:
             _handed_out.add(port)
             return port
+    raise AssertionError  # there is always another one
+
+
+def _first_of_the_kernel() -> int:
+    """The first of the ports that the kernel hands out by itself; 0 where it does not say."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def readable(line: str) -> str:

@@ -35,8 +35,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.ab.ports import quiet_port
 from glm_sglang import settings
+from glm_sglang.serving import free_port
 
 _PLACE = re.compile(r"\{([a-z_]+)(?::([\w-]+))?\}")
 _KEYS = {"command", "processes", "url", "env", "model", "ready", "flush", "flush_path", "requires"}
@@ -198,7 +198,7 @@ class Ports:
     def of(self, name: str) -> int:
         """The port of this name."""
         if name not in self.ports:
-            self.ports[name] = quiet_port()
+            self.ports[name] = free_port()
         return self.ports[name]
 
     def argv(self, process: str, command: str) -> list[str]:

@@ -207,6 +207,19 @@ def test_free_ports_are_free_and_differ() -> None:
             probe.bind(("127.0.0.1", port))
 
 
+def test_a_free_port_is_none_that_the_kernel_gives_to_a_connection() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < 20_000:
+        pytest.skip("the kernel hands out nearly all ports here")
+    assert all(first - 10_000 <= free_port() < first for _ in range(50))
+
+
+def test_where_the_kernel_leaves_no_ports_any_free_one_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm_sglang.serving._first_of_the_kernel", lambda: 1024)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", free_port()))
+
+
 def test_server_runs_our_launcher_with_loopback_and_the_flags(tmp_path: Path) -> None:
     server = Server(tmp_path, ["--page-size", "64"], port=31234, log=tmp_path / "log")
     assert server.argv == [
