@@ -36,7 +36,7 @@ VARIANTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run the overlapped path. What the first seven mean: glm_kernels.overlapped_moe.layer.Options.
+    """One way to run the overlapped path. What the first seven mean: glm_kernels.overlapped_moe.backend.Options.
 
     shares, expert_splits: of the plan. dispatch: copy_engine, peer_reads, nccl. combine: peer_writes, copy_engine; nccl
     with dispatch=nccl only, and then both. rows: exact, or worst_case for buffers that take any routing.
@@ -92,7 +92,7 @@ def overlapped(
         exact_plan,
         worst_case_plan,
     )
-    from glm_kernels.overlapped_moe.layer import CudaBackend
+    from glm_kernels.overlapped_moe.backend import CudaBackend
     from glm_kernels.overlapped_moe.layout import counts_for
     from glm_kernels.overlapped_moe.schedule import Kind
     from glm_kernels.overlapped_moe.transport import Transport, cuda_symmetric_memory

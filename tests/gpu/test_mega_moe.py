@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from glm_kernels.mega_moe import Arithmetic, ExpertWeights, calc_diff, mega_moe_reference, numerics
+
+from tests.gpu.ranks import worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -153,26 +153,6 @@ def zero_scales(rank: int, ranks: int) -> None:
         out, _ = run(layer, raw, [most] * ranks, rank, 2)
         found[most] = int(out.isnan().sum())
     print(f"rank {rank}: NaN without mending, by tokens: {found}", flush=True)
-
-
-def worker(rank: int, ranks: int, work: Callable[[int, int], None], store: Path, failures: Path) -> None:
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    torch.cuda.set_device(rank)
-    torch.set_float32_matmul_precision("highest")
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        device_id=torch.device("cuda", rank),
-    )
-    try:
-        work(rank, ranks)
-    except BaseException:
-        (failures / f"rank{rank}.txt").write_text(traceback.format_exc())
-        raise
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("work", [sizes, reload, zero_scales], ids=lambda work: str(work.__name__))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,13 @@ from glm_kernels.overlapped_moe import (
     worst_case_plan,
 )
 from glm_kernels.overlapped_moe import rows as reference
-from glm_kernels.overlapped_moe.layer import CudaBackend
+from glm_kernels.overlapped_moe.backend import CudaBackend
 from glm_kernels.overlapped_moe.layout import Layout, counts_for, layout_reference
 from glm_kernels.overlapped_moe.layout_kernels import LayoutKernels
 from glm_kernels.overlapped_moe.plan import Chunk
 from glm_kernels.overlapped_moe.transport import cuda_symmetric_memory
+
+from tests.gpu.ranks import worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -209,26 +209,6 @@ def captured(rank: int, ranks: int) -> None:
                 results.append(out.clone())
             check(results[0], given, experts, (how, seed))
             assert all(torch.equal(results[0], again) for again in results[1:]), how
-
-
-def worker(rank: int, ranks: int, work: Callable[[int, int], None], store: Path, failures: Path) -> None:
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    torch.cuda.set_device(rank)
-    torch.set_float32_matmul_precision("highest")
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        device_id=torch.device("cuda", rank),
-    )
-    try:
-        work(rank, ranks)
-    except BaseException:
-        (failures / f"rank{rank}.txt").write_text(traceback.format_exc())
-        raise
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.timeout(240)

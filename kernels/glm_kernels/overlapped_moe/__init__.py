@@ -11,8 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glm_kernels.overlapped_moe.backend import Options
     from glm_kernels.overlapped_moe.crossover import Crossover, Measured, Path
-    from glm_kernels.overlapped_moe.layer import Options, OverlappedMoe
+    from glm_kernels.overlapped_moe.layer import OverlappedMoe
     from glm_kernels.overlapped_moe.plan import Geometry, Plan, exact_plan, worst_case_plan
     from glm_kernels.overlapped_moe.transport import Collective, Symmetric
 
@@ -21,7 +22,7 @@ _MODULES = {
     "Crossover": "crossover",
     "Geometry": "plan",
     "Measured": "crossover",
-    "Options": "layer",
+    "Options": "backend",
     "OverlappedMoe": "layer",
     "Path": "crossover",
     "Plan": "plan",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from glm_kernels.mega_moe import Arithmetic, calc_diff, mega_moe_reference
-from glm_kernels.overlapped_moe import crossover, layer, transport
+from glm_kernels.overlapped_moe import backend, crossover, transport
 from glm_kernels.overlapped_moe.crossover import Choice, Crossover, Key, Measured
 from glm_kernels.overlapped_moe.crossover import Path as Way
 from mega_moe_cases import checkpoint, tokens
@@ -61,8 +61,8 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-class OnCpu(layer.ReferenceBackend):
-    def __init__(self, plan: Any, device: torch.device, options: layer.Options) -> None:
+class OnCpu(backend.ReferenceBackend):
+    def __init__(self, plan: Any, device: torch.device, options: backend.Options) -> None:
         super().__init__(plan)
 
 
@@ -81,7 +81,7 @@ def test_the_arm_computes_the_layer_and_each_part_runs(
 ) -> None:
     from benchmarks._moe_arms import ROUTED_SCALING, Batch
 
-    monkeypatch.setattr(layer, "CudaBackend", OnCpu)
+    monkeypatch.setattr(backend, "CudaBackend", OnCpu)
     monkeypatch.setattr(transport, "cuda_symmetric_memory", Alone)
     weights, given = checkpoint(3, 6, 256, 128), tokens(4, 200, 6, 2, hidden=256)
     given.ids[150:] = -1

@@ -28,7 +28,7 @@ from glm_kernels.overlapped_moe import (
     exact_plan,
     worst_case_plan,
 )
-from glm_kernels.overlapped_moe.layer import ReferenceBackend
+from glm_kernels.overlapped_moe.backend import ReferenceBackend
 from glm_kernels.overlapped_moe.layout import counts_for
 from glm_kernels.overlapped_moe.transport import Transport
 from mega_moe_cases import SCALING, Tokens, checkpoint, shard, tokens

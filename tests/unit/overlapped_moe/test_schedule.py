@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from glm_kernels.overlapped_moe.layer import Options
+from glm_kernels.overlapped_moe.backend import Options
 from glm_kernels.overlapped_moe.plan import Geometry, Plan, exact_plan, worst_case_plan
 from glm_kernels.overlapped_moe.schedule import ORDERS, Kind, Op, gemm_order, schedule
 from hypothesis import given
