@@ -205,11 +205,12 @@ class Copies:
 
         Exposed: what the forward takes longer with the load under it, than without.
         """
-        pages, size = shuffled(count), count * self.page_bytes
+        size = count * self.page_bytes
+        slots = [slots_of(shuffled(count))]
         host = self.host[:count]
         apart = self.scattered(count)
-        taken = seconds(lambda: self.copier.load(pages, host, _ignore))
-        scattered = seconds(lambda: self.copier.load(pages, apart, _ignore))
+        taken = seconds(lambda: self.copier.load(slots, host, _ignore))
+        scattered = seconds(lambda: self.copier.load(slots, apart, _ignore))
         result: dict[str, Any] = {
             "pages": count,
             "gigabytes": round(size / 1e9, 3),
@@ -221,7 +222,7 @@ class Copies:
             forward = Forward(wanted)
             without = seconds(lambda forward=forward: forward.run(None))  # type: ignore[misc]
             waits: list[tuple[float, float]] = []
-            under = seconds(lambda f=forward, w=waits: self._forward_over_load(f, pages, host, w))  # type: ignore[misc]
+            under = seconds(lambda f=forward, w=waits: self._forward_over_load(f, slots, host, w))  # type: ignore[misc]
             launch, finish = (statistics.median(times) for times in zip(*waits[1:], strict=True))
             result[f"under_a_forward_of_{wanted:.0f}_ms"] = {
                 "forward_alone_ms": round(without * 1e3, 2),
@@ -236,7 +237,7 @@ class Copies:
     def _forward_over_load(
         self,
         forward: Forward,
-        pages: Sequence[int],
+        slots: Sequence[torch.Tensor],
         host: Sequence[HostPage],
         waits: list[tuple[float, float]],
     ) -> None:
@@ -253,11 +254,11 @@ class Copies:
         counter.waiting = waiting
         index = counter.update_producer()
         counter.set_consumer(index)
-        ready = self.copier.written(torch.cuda.current_stream())
+        ready = self.copier.free(torch.cuda.current_stream())
 
         def load() -> None:
             ready()
-            self.copier.load(pages, host, lambda layer: counter.complete(index, layer))
+            self.copier.load(slots, host, lambda layer: counter.complete(index, layer))
 
         thread = threading.Thread(target=load)
         thread.start()
@@ -310,7 +311,7 @@ class Copies:
         for part in parts:
             part.rows.fill_(0)
         targets = [*pages[7:], *pages[:7]]
-        self.copier.load(targets, host, lambda layer: None)
+        self.copier.load([slots_of(targets)], host, lambda layer: None)
         torch.cuda.synchronize()
         wrong = sum(
             int((part.rows[targets] != was[pages]).any(dim=1).sum())
@@ -363,6 +364,12 @@ def shuffled(count: int) -> list[int]:
     pages = list(range(1, count + 1))
     random.Random(count).shuffle(pages)
     return pages
+
+
+def slots_of(pages: Sequence[int]) -> torch.Tensor:
+    """The slots of those pages' tokens on the device, page by page."""
+    numbers = torch.tensor(pages, dtype=torch.int64)
+    return (numbers[:, None] * TOKENS + torch.arange(TOKENS)).view(-1).cuda()
 
 
 def measure(note: Callable[[str, Any], None], seconds_left: Callable[[], float], pages: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from glm_sglang.cache.linker import GlmCacheLinker, _kv
-from glm_sglang.cache.saves import page_numbers
+from glm_sglang.cache.slots import page_numbers
 
 CHUNK = 4  # pages
 

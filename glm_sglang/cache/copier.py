@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from glm_sglang.cache.device_pages import DevicePages
+from glm_sglang.cache.slots import page_numbers
 
 
 class HostPage(Protocol):
@@ -34,6 +35,12 @@ class PageCopier(Protocol):
         may be read; for another thread.
         """
 
+    def free(self, forward_stream: Any) -> Callable[[], None]:
+        """Called on the scheduler thread, never waits. The result is for the load thread: the load that it starts next
+        reads slots that are computed by now, and writes pages that nobody reads any more. Whether the thread waits
+        for that, or the device, is the copier's business.
+        """
+
     @property
     def depth(self) -> int:
         """How many saves may usefully be under way at once, 1 or more."""
@@ -42,11 +49,12 @@ class PageCopier(Protocol):
         """Device pages, by number, into host pages. The result returns when the bytes are there."""
 
     def start_load(
-        self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]
+        self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
     ) -> Callable[[], None]:
-        """Host pages into device pages. Calls `landed(layer)` for each layer, in order, once whoever reads it may be told
-        (`layer_waits`). The result, for any thread, returns when the host pages are no longer read and the device pages
-        no longer written; where this raises, that is so already.
+        """Host pages into the device pages whose slots these are: int64 [tokens] of each request, page by page. Calls
+        `landed(layer)` for each layer, in order, once whoever reads it may be told (`layer_waits`). The result, for any
+        thread, returns when the host pages are no longer read and the device pages no longer written; where this
+        raises, that is so already.
         """
 
 
@@ -81,6 +89,7 @@ class TorchPageCopier:
 
         return wait
 
+    free = written
     depth = 1
 
     def start_save(self, pages: Sequence[int], into: Sequence[HostPage]) -> Callable[[], None]:
@@ -104,10 +113,11 @@ class TorchPageCopier:
                 self._synchronize("save")
 
     def start_load(
-        self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]
+        self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
     ) -> Callable[[], None]:
         """The copies are complete when this returns; there is nothing left to wait for."""
-        self.load(pages, source, landed)
+        page_tokens = self._device.layout.page_tokens
+        self.load([number for one in slots for number in page_numbers(one, page_tokens)], source, landed)
         return _nothing
 
     def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:

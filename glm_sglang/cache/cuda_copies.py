@@ -4,10 +4,12 @@ Save: on a side stream that waits for the forward's event, one kernel gathers a 
 staging slot; on another, strided copies take the slot to host memory. Load: strided copies bring some layers of many
 pages into a slot, a kernel scatters them, and so on layer by layer; the forward's stream waits for a layer's event.
 
-Who waits for what: streams for events of each other; the threads of saves and loads for events, by asking now and then;
-the scheduler's and the forward's thread for nothing (`cuda_layers` says why they need not). What is queued on the device
-is bounded by what the callers have started: the copier's `depth` blocks of a save, the loads of the batches in flight, of
-which SGLang has two.
+Who waits for what: streams for events of each other; the thread of saves, and the one that ends loads, for events, by
+asking now and then; the scheduler's and the forward's thread, and the one that starts loads, for nothing (`cuda_layers`
+says why they need not). A load's page numbers never come to the host: SGLang computes the slots on a stream that lies
+behind the forward before, and so does the scatter. Copies into staging need no numbers and run before that, as far as
+the slots reach. What is queued on the device is bounded by what the callers have started: the copier's `depth` blocks of
+a save, the loads of the batches in flight, of which SGLang has two.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class CudaPageCopier:
         self._runtime = runtime
         self._region_of = region_of
         self._layers = device.layers
-        self._page_bytes = device.layout.page_bytes
+        self._page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
         self._step_bytes, self._call_bytes = step_bytes, call_bytes
         self._pitch = cuda_plan.aligned(self._page_bytes)
         slot_bytes = max(slot_bytes, self._pitch)
@@ -122,6 +124,8 @@ class CudaPageCopier:
         staged = self._saving.take(self._gather).pages(1, self._pitch)
         numbers = self._runtime.numbers([0], self._gather)
         self._runtime.gather(self._whole, numbers, staged, self._gather)
+        slots = self._runtime.numbers(range(self._page_tokens), self._gather)
+        numbers = self._runtime.page_numbers([slots], self._page_tokens, [0], self._gather)
         self._runtime.scatter(self._whole, numbers, staged, self._gather)
         self._drain(self._gather)
 
@@ -130,24 +134,33 @@ class CudaPageCopier:
     def written(self, forward_stream: Any) -> Callable[[], None]:
         """UPSTREAM: UnifiedCacheLinker.record_offload_ready. Two events, recorded at once on the scheduler's thread.
 
-        The result is called on the save or load thread: it waits until the page numbers are computed, and orders that
-        thread's next save or load behind the forward on the device. UPSTREAM: with overlap the numbers lie behind the
-        forward before, for the schedule stream waits for that (`_apply_war_barrier`).
+        The result is called on the save thread: it waits until the slots are computed, whose numbers a save sorts by
+        address, and orders that thread's next save behind the forward on the device. UPSTREAM: with overlap the slots
+        lie behind the forward before, for the schedule stream waits for that (`_apply_war_barrier`).
         """
-        numbers = self._runtime.event()
-        numbers.record(self._runtime.current())
-        after = []
-        if forward_stream is not None:
-            pages = self._runtime.event()
-            pages.record(forward_stream)
-            after.append(pages)
+        after = self._now(forward_stream)
 
         def ready() -> None:
             self._runtime.begin_thread()
             self._after.events = after
-            self._runtime.poll(numbers.query)
+            self._runtime.poll(after[0].query)
 
         return ready
+
+    def free(self, forward_stream: Any) -> Callable[[], None]:
+        """The same events for a load: the device waits for both, before it reads the slots. The thread doesn't."""
+        after = self._now(forward_stream)
+
+        def ready() -> None:
+            self._runtime.begin_thread()
+            self._after.events = after
+
+        return ready
+
+    def _now(self, forward_stream: Any) -> list[Event]:
+        """What the current stream has been given by now (it computes slots), and the forward's."""
+        streams = [self._runtime.current(), *([] if forward_stream is None else [forward_stream])]
+        return [self._mark(stream) for stream in streams]
 
     def _wait_for_forward(self, stream: Stream) -> None:
         for event in getattr(self._after, "events", ()):
@@ -165,7 +178,8 @@ class CudaPageCopier:
 
         Where queueing fails it raises only when nothing is under way any more.
         """
-        _check(pages, into)
+        if len(into) != len(pages):
+            raise ValueError(f"{len(pages)} device pages for {len(into)} host pages")
         try:
             self._wait_for_forward(self._gather)
             for start in range(0, len(pages), self.block):
@@ -201,31 +215,35 @@ class CudaPageCopier:
 
     # Load
 
-    def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
+    def load(
+        self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
+    ) -> None:
         """Host pages into device pages. Returns when the bytes are there; `landed(layer)` is called much sooner."""
-        self.start_load(pages, source, landed)()
+        self.start_load(slots, source, landed)()
 
     def start_load(
-        self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]
+        self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
     ) -> Callable[[], None]:
         """Queues the copies; the result waits until they are done. Until then both sides belong to the copy.
 
         Loads may be started before the one before is done: they go through the same streams, in order. Where queueing
         fails it raises only when nothing is under way any more.
         """
-        _check(pages, source)
+        tokens = sum(one.shape[0] for one in slots)
+        if tokens != len(source) * self._page_tokens:
+            raise ValueError(f"{tokens} slots for {len(source)} host pages of {self._page_tokens} tokens")
         try:
-            addresses, numbers = _by_address(source, pages)
-            on_device = self._runtime.numbers(numbers, self._scatter)
-            self._wait_for_forward(self._scatter)  # its slots may be in use by the batch before
+            addresses, order = _by_address(source, range(len(source)))
+            self._wait_for_forward(self._scatter)  # it computes the slots, and may read the pages
+            on_device = self._runtime.page_numbers(slots, self._page_tokens, order, self._scatter)
             found = cuda_plan.runs(addresses, self._page_bytes, self._region_of)
             blocks: dict[int, list[_Block]] = {}
-            for group, table in self._groups(len(pages), len(found)):
+            for group, table in self._groups(len(source), len(found)):
                 size = max(1, self._loading.slot_bytes // group.width)
                 if size not in blocks:
                     blocks[size] = [
                         _Block(cuda_plan.clip(found, start, start + size), on_device[start : start + size])
-                        for start in range(0, len(pages), size)
+                        for start in range(0, len(source), size)
                     ]
                 for block in blocks[size]:
                     self._load_block(group, table, block)
@@ -308,12 +326,7 @@ class CudaPageCopier:
             self._runtime.poll(event.query)
 
 
-def _check(pages: Sequence[int], host: Sequence[HostPage]) -> None:
-    if len(host) != len(pages):
-        raise ValueError(f"{len(pages)} device pages for {len(host)} host pages")
-
-
 def _by_address(host: Sequence[HostPage], pages: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(addresses ascending, page numbers in that order): pages next to each other become one copy."""
+    """(addresses ascending, `pages` in that order): pages next to each other become one copy."""
     pairs = sorted((page.address, number) for page, number in zip(host, pages, strict=True))
     return [address for address, _ in pairs], [number for _, number in pairs]

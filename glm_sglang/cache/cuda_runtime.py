@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from glm_kernels.page_copy import CopyTable, Rows, gather, scatter
 
+from glm_sglang.cache.slots import numbers_on_device
 from glm_sglang.errors import UsageError
 
 # Between two questions to an event: an eighth of the time waited so far, within these bounds. A block of 64 MiB takes
@@ -69,6 +70,13 @@ class Runtime(Protocol):
 
     def numbers(self, values: Sequence[int], stream: Stream) -> torch.Tensor:
         """Page numbers, int64, for kernels on `stream`."""
+
+    def page_numbers(
+        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int], stream: Stream
+    ) -> torch.Tensor:
+        """Of the pages whose slots these are (`slots.numbers_on_device`), that of page order[i] at place i; int64, for
+        kernels on `stream`, in whose order the slots are read. They may be let go as soon as this returns.
+        """
 
     def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
         """Pool → staging."""
@@ -152,6 +160,17 @@ class CudaRuntime:
         with self._cuda.stream(stream):
             host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
             return host.to(self.device, non_blocking=True)
+
+    def page_numbers(
+        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int], stream: Any
+    ) -> torch.Tensor:
+        places = self.numbers(order, stream)
+        with self._cuda.stream(stream):
+            for (
+                one
+            ) in slots:  # allocated on another stream, which would give them away while this one reads them
+                one.record_stream(stream)
+            return numbers_on_device(slots, page_tokens).index_select(0, places)
 
     def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
         with self._cuda.stream(stream):

@@ -121,7 +121,6 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             parts.store,
             parts.copier,
             self.layer_done_counter,
-            self.page_tokens,
             recorder=recorder,
             audit=parts.audit,
         )
@@ -182,7 +181,7 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if not self._queued:
                 return -1
             loads, self._queued = list(self._queued.values()), {}
-            return self._loads.start(loads, self.parts.copier.written(self.forward_stream))
+            return self._loads.start(loads, self.parts.copier.free(self.forward_stream))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Whether the batch landed, or will before anybody can touch its slots (`cuda_layers` on a GPU)."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from glm_sglang.cache.audit import Audit
 from glm_sglang.cache.copier import HostPage, PageCopier
 from glm_sglang.cache.recorder import Recorder
-from glm_sglang.cache.saves import page_numbers
 from glm_sglang.cache.store import PageStore
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,7 @@ class LoadQueue:
     """Batches of loads, one after the other. One thread starts their copies, the other ends them when they are done: the
     next batch is queued on the device while the one before is still copied, where SGLang asks for it so early.
 
-    UPSTREAM: with overlap it does not: its schedule stream waits for the whole forward (`_apply_war_barrier`, UNKNOWN),
-    and the next load's page numbers lie on that stream.
+    The slots stay where they are: on a GPU nothing here waits until SGLang has computed them (`CudaPageCopier.free`).
 
     A load cannot miss: its pages are pinned in the pool, until its last copy is done. What can still fail is to start the
     copies; then the counter says so and SGLang aborts the batch's requests, whose slots nobody else has seen.
@@ -51,7 +49,6 @@ class LoadQueue:
         store: PageStore,
         copier: PageCopier,
         counter: LayerCounter,
-        page_tokens: int,
         *,
         recorder: Recorder,
         audit: Audit,
@@ -59,7 +56,6 @@ class LoadQueue:
         self._store = store
         self._copier = copier
         self._counter = counter
-        self._page_tokens = page_tokens
         self._recorder = recorder
         self._audit = audit
         self._work: queue.Queue[tuple[int, list[Load], Callable[[], None]] | None] = queue.Queue()
@@ -72,7 +68,7 @@ class LoadQueue:
             thread.start()
 
     def start(self, loads: list[Load], free: Callable[[], None]) -> int:
-        """Starts one batch; its index at the counter. `free` waits until the slots may be written."""
+        """Starts one batch; its index at the counter. free: `PageCopier.free`'s."""
         index = self._counter.update_producer()
         self._work.put((index, loads, free))
         return index
@@ -126,9 +122,6 @@ class LoadQueue:
     def _copy(self, index: int, loads: list[Load], free: Callable[[], None]) -> Callable[[], None]:
         """Starts the batch's copies; what waits for their end."""
         free()
-        numbers: list[int] = []
-        pages: list[HostPage] = []
-        for load in loads:
-            numbers.extend(page_numbers(load.indices, self._page_tokens))
-            pages.extend(load.pages)
-        return self._copier.start_load(numbers, pages, lambda layer: self._counter.complete(index, layer))
+        slots = [load.indices for load in loads]
+        pages = [page for load in loads for page in load.pages]
+        return self._copier.start_load(slots, pages, lambda layer: self._counter.complete(index, layer))

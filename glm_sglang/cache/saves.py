@@ -12,6 +12,7 @@ from typing import Any
 
 from glm_sglang.cache.audit import Audit
 from glm_sglang.cache.copier import HostPage, PageCopier
+from glm_sglang.cache.slots import page_numbers
 from glm_sglang.cache.store import PageStore
 
 logger = logging.getLogger(__name__)
@@ -190,16 +191,3 @@ class SaveQueue:
             except Exception as error:
                 logger.warning("another copy of the same save failed: %s", error)
             self._store.abandon(block.pages)
-
-
-def page_numbers(indices: Any, page_tokens: int) -> Sequence[int]:
-    """Slots [pages · page_tokens], page by page → the pages' numbers. Waits for a device tensor: not for the
-    scheduler thread. ValueError where the slots are not whole pages.
-    """
-    slots = indices.detach().cpu().view(-1, page_tokens)
-    starts = slots[:, 0]
-    whole = (starts % page_tokens == 0).all() and (slots[:, -1] == starts + page_tokens - 1).all()
-    if not bool(whole):
-        raise ValueError(f"slots are not whole pages of {page_tokens} tokens")
-    numbers: list[int] = (starts // page_tokens).tolist()
-    return numbers

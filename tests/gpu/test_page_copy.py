@@ -14,7 +14,7 @@ from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages, device_pages
 from tests.unit.page_copy.layouts import CASES, PAGES, Case, pool
-from tests.unit.page_copy.pages_on_sim import HEADER, SLOT, Slot, shuffled
+from tests.unit.page_copy.pages_on_sim import HEADER, SLOT, Slot, shuffled, slots_of
 
 pytestmark = pytest.mark.gpu
 POOL = 40
@@ -143,7 +143,7 @@ def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str) 
     fill(pages, 2)
     at = of[3:] + of[:3]
     layers: list[int] = []
-    copier.load(at, host, layers.append)
+    copier.load([slots_of(at, "cuda")], host, layers.append)
     torch.cuda.synchronize()
     assert layers == list(range(LAYERS))
     assert same(pages, truth, at, of)
@@ -163,8 +163,9 @@ def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
     cuda: Any = torch.cuda
     forward = cuda.Stream()
     of = [4, 9, 2, 30, 11, 5]
+    at = slots_of(of, "cuda")
     copier.save(of, slots)  # kernels and tables are made once, and that waits
-    copier.load(of, slots, lambda layer: None)
+    copier.load([at], slots, lambda layer: None)
     for part in parts:
         part.rows.zero_()
     torch.cuda.synchronize()
@@ -189,7 +190,7 @@ def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
     index = counter.update_producer()
     counter.set_consumer(index)
     seen: list[torch.Tensor] = []
-    copier.written(forward)()
+    copier.free(forward)()
     torch.cuda.set_sync_debug_mode("error")
 
     def landed(layer: int) -> None:
@@ -198,7 +199,7 @@ def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
             counter.wait_until(layer)
             seen.extend(part.rows.clone() for part in pages.layers[layer])
 
-    copier.load(of, slots, landed)
+    copier.load([at], slots, landed)
     assert counter.finish(index)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
@@ -222,7 +223,8 @@ def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
     forward = cuda.Stream()
     first, second = [4, 9, 2, 30, 11, 5], [7, 1, 22, 3, 17, 8]
     copier.save(first + second, slots)
-    copier.load(first, slots[:6], lambda layer: None)  # kernels are made once, and that waits
+    at = [slots_of(first[:2], "cuda"), slots_of(first[2:], "cuda")]  # of two requests
+    copier.load(at, slots[:6], lambda layer: None)  # kernels are made once, and that waits
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     with torch.cuda.stream(forward):
@@ -230,10 +232,10 @@ def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
     seen: list[list[torch.Tensor]] = []
     ends = []
     for host in (slots[:6], slots[6:]):  # both into the slots of `first`
-        copier.written(forward)()
+        copier.free(forward)()
         index = counter.update_producer()
         counter.set_consumer(index)
-        ends.append(copier.start_load(first, host, lambda layer, index=index: counter.complete(index, layer)))
+        ends.append(copier.start_load(at, host, lambda layer, index=index: counter.complete(index, layer)))
         read: list[torch.Tensor] = []
         with torch.cuda.stream(forward):
             for layer in range(LAYERS):
@@ -254,6 +256,40 @@ def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
         for rows, was in zip(read, truth, strict=True):
             assert torch.equal(rows[first], was[of])
     assert all(bool((part.rows == 7).all()) for part in parts)
+
+
+def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then() -> None:
+    """As SGLang computes them: on a stream that waits for the forward before. Their owner lets them go at once, and the
+    memory goes to what that stream allocates next.
+    """
+    pages = device_pages(make_pool("fp8"), 64)
+    truth = fill(pages, 8)
+    copier = small(pages)
+    host = pinned(pages.layout.page_bytes, 6)
+    cuda: Any = torch.cuda
+    forward, schedule = cuda.Stream(), cuda.Stream()
+    of, at = [4, 9, 2, 30, 11, 5], [7, 1, 22, 3, 17, 8]
+    known = slots_of(at, "cuda")
+    copier.save(of, host)
+    copier.load([slots_of(of, "cuda")], host, lambda layer: None)  # kernels are made once, and that waits
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.stream(forward):
+        cuda._sleep(1_000_000_000)  # about 0.5 s
+    schedule.wait_stream(forward)
+    with torch.cuda.stream(schedule):
+        slots = known + 0
+        where = slots.data_ptr()
+        copier.free(forward)()
+        end = copier.start_load([slots], host, lambda layer: None)
+        assert not forward.query()
+        del slots
+        others = [torch.zeros_like(known) for _ in range(8)]
+    assert where not in [other.data_ptr() for other in others]
+    end()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert same(pages, truth, at, of)
 
 
 def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured() -> None:
@@ -284,7 +320,7 @@ def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captu
     of = [1 + number for number in shuffled(20, 2)]
     copier.save(of, slots)
     fill(pages, 5)
-    copier.load(of, slots, lambda layer: None)
+    copier.load([slots_of(of, "cuda")], slots, lambda layer: None)
     torch.cuda.synchronize()
     assert same(pages, truth, of, of)
     for block in blocks:

@@ -11,7 +11,6 @@ import torch
 
 from glm_sglang.cache.copier import TorchPageCopier
 from glm_sglang.cache.device_pages import DevicePages, device_pages
-from glm_sglang.cache.saves import page_numbers
 from tests.unit.cache.tree import PAGE, SKIP_TOPK, make_pool
 
 
@@ -82,14 +81,6 @@ def test_a_layer_has_landed_when_it_is_said(pool: Any) -> None:
 
     copier.load([2, 3, 4], saved, landed)
     assert seen == [True] * 4
-
-
-def test_slots_that_are_no_whole_pages_are_refused() -> None:
-    good = torch.cat([torch.arange(128, 192), torch.arange(64, 128)])
-    assert page_numbers(good, PAGE) == [2, 1]
-    for bad in (good + 1, torch.cat([torch.arange(64), torch.arange(80, 144)])):
-        with pytest.raises(ValueError, match="whole pages of 64"):
-            page_numbers(bad, PAGE)
 
 
 @pytest.mark.parametrize(

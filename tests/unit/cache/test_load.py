@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from glm_connectors.tiers.pool import OWNERS
 
-from glm_sglang.cache.saves import page_numbers
+from glm_sglang.cache.slots import page_numbers
 from glm_sglang.cache.stalls import StallClock
 from tests.unit.cache.tree import PAGE, Tree, expected_page
 

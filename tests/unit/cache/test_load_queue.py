@@ -45,7 +45,7 @@ class Parts:
 
 def test_no_layer_waits_for_the_audit_and_the_pins_do() -> None:
     parts: Any = Parts()
-    loads = LoadQueue(parts, parts, parts, PAGE, recorder=parts, audit=parts)
+    loads = LoadQueue(parts, parts, parts, recorder=parts, audit=parts)
     loads.start([Load([b"a"], torch.arange(PAGE, 2 * PAGE), [object()])], lambda: None)  # type: ignore[list-item]
     try:
         assert parts.queued.wait(30)  # while the audit has yet to end

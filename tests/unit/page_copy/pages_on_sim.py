@@ -17,6 +17,7 @@ from tests.unit.page_copy.simulator import SimDevice
 
 HEADER = 128
 SLOT = 512
+TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def device_pages(case: Case, pages: int, *, empty: bool = False) -> DevicePages:
     layers: list[tuple[Part, ...]] = [(Part(row.pool, row.start),) for row in rows[: case.layers]]
     for owner, row in zip(case.owners, rows[case.layers :], strict=True):
         layers[owner] += (Part(row.pool, row.start),)
-    layout = PageLayout(64, (("kv", case.page_bytes),))
+    layout = PageLayout(TOKENS, (("kv", case.page_bytes),))
     return DevicePages(tuple(layers), layout, torch.device("cpu"))
 
 
@@ -53,6 +54,13 @@ def copier(pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int 
     size = pages.layout.page_bytes
     return CudaPageCopier(
         pages, device, slots=slots, slot_bytes=block * size + 64, step_bytes=size // 2, call_bytes=1
+    )
+
+
+def slots_of(pages: Sequence[int], device: str = "cpu") -> torch.Tensor:
+    """The slots of those pages' tokens, page by page, int64."""
+    return (
+        (torch.tensor(pages, dtype=torch.int64)[:, None] * TOKENS + torch.arange(TOKENS)).view(-1).to(device)
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from glm_kernels.page_copy import CopyTable, Rows, gather_reference, scatter_reference
 
 from glm_sglang.cache.cuda_runtime import Strided
+from glm_sglang.cache.slots import numbers_on_device
 
 
 class SimEvent:
@@ -76,7 +77,7 @@ class SimDevice:
         self.streams: list[SimStream] = []
         self.current_stream = self._new()
         self.host_waits = 0
-        self.copies = 0
+        self.copies = self.moved = 0  # queued; run
         self.break_copy_at: int | None = None
         self.paused = False
         self.stuck: set[SimStream] = set()  # streams on which nothing runs
@@ -136,6 +137,14 @@ class SimDevice:
     def numbers(self, values: Sequence[int], stream: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
+    def page_numbers(
+        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int], stream: Any
+    ) -> torch.Tensor:
+        numbers = torch.full((len(order),), -1, dtype=torch.int64)  # until then they are no pages
+        places = torch.tensor(order, dtype=torch.int64)
+        stream.put(lambda: numbers.copy_(numbers_on_device(slots, page_tokens)[places]))
+        return numbers
+
     def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Any) -> None:
         stream.put(lambda: gather_reference(table.rows, pages, staging))
 
@@ -147,7 +156,11 @@ class SimDevice:
             if self.copies == self.break_copy_at:
                 raise RuntimeError("the copy engine says no")
             self.copies += 1
-            stream.put(lambda piece=piece: _copy(piece, to_host))
+            stream.put(lambda piece=piece: self._move(piece, to_host))
+
+    def _move(self, piece: Strided, to_host: bool) -> None:
+        _copy(piece, to_host)
+        self.moved += 1
 
     def poll(self, done: Callable[[], bool]) -> None:
         self.host_waits += 1

@@ -9,7 +9,7 @@ import torch
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.device_pages import DevicePages
 from tests.unit.page_copy.layouts import PAGES, SMALL, Case, pool
-from tests.unit.page_copy.pages_on_sim import copier, device_pages, expected, host_pages, shuffled
+from tests.unit.page_copy.pages_on_sim import copier, device_pages, expected, host_pages, shuffled, slots_of
 from tests.unit.page_copy.simulator import SimDevice
 
 FP8 = SMALL[1]
@@ -46,7 +46,7 @@ def test_save_then_load_elsewhere_brings_back_every_byte(case: Case, which: str,
     again = device_pages(case, POOL, empty=True)
     targets = [(number * 5 + 1) % POOL for number in numbers]
     layers: list[int] = []
-    copier(again, device).load(targets, into, layers.append)
+    copier(again, device).load([slots_of(targets)], into, layers.append)
     assert layers == list(range(case.layers))
     assert equal(again, case, dict(zip(targets, numbers, strict=True)))
 
@@ -91,12 +91,47 @@ def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int) -> N
     seen: list[bool] = []
     for _ in range(4):
         forward.put(lambda: seen.append(equal(pages, FP8, {})))
-    free = ours.written(forward)
+    free = ours.free(forward)
     free()
-    ours.load([1, 2, 3], slots[:3], lambda layer: None)
+    ours.load([slots_of([1, 2, 3])], slots[:3], lambda layer: None)
     device.run_all()
     assert seen == [True] * 4
     assert equal(pages, FP8, {1: 1, 2: 2, 3: 3})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_load_is_queued_before_its_slots_are_computed_and_copies_as_far_as_staging_reaches(
+    seed: int,
+) -> None:
+    """They lie behind the forward before, on the schedule stream. Nobody waits for them but the scatter."""
+    device = SimDevice(seed)
+    _, host = host_pages(FP8, 6)
+    copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], host[:5])
+    pages = device_pages(FP8, POOL, empty=True)
+    ours = copier(pages, device, block=1, slots=2)
+    forward = device.stream(urgent=False)
+    device.stuck.add(forward)
+    seen: list[bool] = []
+    forward.put(lambda: seen.append(equal(pages, FP8, {})))
+    before = device.event()
+    before.record(forward)
+    device.current().wait_event(before)
+    slots = [torch.full((of * 64,), -1, dtype=torch.int64) for of in (2, 3)]  # two requests
+    for one, numbers in zip(slots, ([7, 3], [11, 1, 4]), strict=True):
+        device.current().put(lambda one=one, numbers=numbers: one.copy_(slots_of(numbers)))  # type: ignore[misc]
+    waited, moved = device.host_waits, device.moved
+    ours.free(forward)()
+    layers: list[int] = []
+    end = ours.start_load(slots, host[:5], layers.append)
+    assert device.host_waits == waited
+    assert layers == list(range(FP8.layers))
+    device.run_what_can()
+    assert device.moved > moved
+    assert (seen, equal(pages, FP8, {})) == ([], True)
+    device.stuck.clear()
+    end()
+    assert seen == [True]
+    assert equal(pages, FP8, {7: 1, 3: 2, 11: 3, 1: 4, 4: 5})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -130,7 +165,7 @@ def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_n
         counter.complete(index, layer)
         forward_reads(layer)  # the earliest moment at which the forward's thread could
 
-    ours.load([1, 2, 3, 4, 5], slots[:5], landed)
+    ours.load([slots_of([1, 2, 3, 4, 5])], slots[:5], landed)
     assert counter.finish(index)
     device.run_all()
     assert read == [(layer, True) for layer in range(FP8.layers)]
@@ -148,7 +183,7 @@ def test_a_load_that_fails_raises_only_when_nothing_is_under_way(fail_at: int) -
     counter.set_consumer(index)
     device.break_copy_at = device.copies + fail_at
     with pytest.raises(RuntimeError, match="copy engine") as caught:
-        ours.load([1, 2, 3, 4, 5], slots[:5], lambda layer: counter.complete(index, layer))
+        ours.load([slots_of([1, 2, 3, 4, 5])], slots[:5], lambda layer: counter.complete(index, layer))
     assert not any(device.streams)  # its slots may be given away now
     counter.fail(index, caught.value)
     for layer in range(FP8.layers):
@@ -200,5 +235,8 @@ def test_warming_up_changes_no_byte() -> None:
 def test_pages_and_host_pages_must_be_as_many() -> None:
     device = SimDevice(1)
     _, slots = host_pages(FP8, 3)
+    ours = copier(device_pages(FP8, POOL), device)
     with pytest.raises(ValueError, match="2 device pages for 3 host pages"):
-        copier(device_pages(FP8, POOL), device).save([1, 2], slots)
+        ours.save([1, 2], slots)
+    with pytest.raises(ValueError, match="128 slots for 3 host pages of 64 tokens"):
+        ours.load([slots_of([1, 2])], slots, lambda layer: None)

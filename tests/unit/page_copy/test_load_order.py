@@ -72,11 +72,17 @@ class Overlap:
         self.tree.flush_device()
         return tokens
 
-    def launch(self, tokens: list[int], *, waits_for: int = LAYERS) -> Batch:
-        """Loads the prompt, launches a forward that waits for so many layers, and asks whether the load is good."""
+    def launch(self, tokens: list[int], *, waits_for: int = LAYERS, late: bool = False) -> Batch:
+        """Loads the prompt, launches a forward that waits for so many layers, and asks whether the load is good. late:
+        the slots are not computed before `go_on`."""
         req = self.tree.request([*tokens, 7])
         assert self.tree.match(req) == (0, PAGES * PAGE)
         batch = Batch(req.rid, tokens, self.tree.load(req))
+        if late:
+            known = batch.slots.clone()
+            batch.slots.fill_(-1)
+            self.device.current_stream.wait_event(self._gate)
+            self.device.current_stream.put(lambda: batch.slots.copy_(known))
         counter = self.tree.linker.layer_done_counter
         counter.set_consumer(self.tree.cache.linker.start_layer_wise_loading())
         schedule, self.device.current_stream = self.device.current_stream, self.forward
@@ -144,6 +150,23 @@ def test_the_scheduler_goes_on_and_the_result_comes_behind_the_load(
     tree.linker._loads.quiesce()
     assert tree.store.pinned == 0
     assert tree.recorder.table["cache_load_pages",] == PAGES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_launch_does_not_wait_until_its_slots_are_computed(overlap: MakeOverlap, seed: int) -> None:
+    server = overlap(seed)
+    tree, device = server.tree, server.device
+    tokens = server.saved(seed)
+    waited = device.host_waits
+    batch = server.launch(tokens, late=True)
+    device.run_what_can()
+    assert (batch.seen, batch.ended) == ([], [])
+    assert device.host_waits - waited <= 1  # of the thread that ends loads, while it is under way
+    server.go_on()
+    device.run_all()
+    assert (batch.seen, batch.ended) == ([True] * LAYERS, [True])
+    tree.linker._loads.quiesce()
+    assert tree.store.pinned == 0
 
 
 @everywhere
