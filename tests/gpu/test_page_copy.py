@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from glm_kernels.page_copy import CopyTable, Rows, gather, gather_reference, scatter, scatter_reference
+from glm_kernels.page_copy import (
+    CopyTable,
+    Rows,
+    gather,
+    gather_reference,
+    pull,
+    pull_reference,
+    scatter,
+    scatter_reference,
+)
 
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
@@ -54,6 +63,37 @@ def test_scatter_equals_the_reference(case: Case, which: str) -> None:
     staging = torch.randint(0, 256, (len(PAGES[which]), case.page_bytes), dtype=torch.uint8, device="cuda")
     scatter(CopyTable(got), numbers(which), staging)
     scatter_reference(want, numbers(which), staging)
+    assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("programs", [1, 16, 132])
+@pytest.mark.parametrize("which", PAGES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pull_equals_the_reference(case: Case, which: str, programs: int) -> None:
+    """All buffers, and all but the first, from pinned pages in any order."""
+    host = torch.randint(0, 256, (12, 128 + case.page_bytes), dtype=torch.uint8).pin_memory()[:, 128:]
+    places = shuffled(12, 3)[: len(PAGES[which])]
+    hosts = torch.tensor([host[place].data_ptr() for place in places], dtype=torch.int64, device="cuda")
+    for first in (0, 1):
+        got, want = (pool(case, 12, "cuda", empty=True)[first:] for _ in range(2))
+        pull(CopyTable(got), hosts, numbers(which), programs=programs)
+        pull_reference(want, hosts, numbers(which))
+        assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
+
+
+def test_pull_of_rows_that_are_not_aligned() -> None:
+    got, want = (
+        [
+            Rows(torch.zeros(9, size, dtype=torch.uint8, device="cuda"), at)
+            for size, at in ((33, 0), (16401, 33))
+        ]
+        for _ in range(2)
+    )
+    host = torch.randint(0, 256, (4, 16435), dtype=torch.uint8).pin_memory()
+    hosts = torch.tensor([host[place, 1:].data_ptr() for place in (2, 0, 3, 1)], device="cuda")
+    pages = torch.tensor([8, 0, 3, 5], device="cuda")
+    pull(CopyTable(got), hosts, pages)
+    pull_reference(want, hosts, pages)
     assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
 
 

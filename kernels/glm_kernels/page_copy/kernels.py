@@ -20,13 +20,13 @@ import triton.language as tl
 
 from glm_kernels.page_copy.rows import Rows, check, extent
 
-_CHUNK = 16384  # bytes a program: 8 loads of 16 bytes for each of 128 threads before the first store
-_WARPS = 4
+CHUNK = 16384  # bytes a program: 8 loads of 16 bytes for each of 128 threads before the first store
+WARPS = 4
 _VECTOR = 16
 
 
 @triton.jit
-def _move(source, target, inside):  # type: ignore[no-untyped-def]
+def move(source, target, inside):  # type: ignore[no-untyped-def]
     # Neither side is read again soon: the forward's lines stay in L2.
     values = tl.load(source, mask=inside, eviction_policy="evict_first")
     tl.store(target, values, mask=inside, eviction_policy="evict_first")
@@ -59,13 +59,13 @@ def _copy(  # type: ignore[no-untyped-def]
     # A multiple of 4 words where aligned, so that the mask is the same for the words of a vector.
     inside = word < (tl.multiple_of(words, 4) if ALIGNED else words)
     if TO_STAGING:
-        _move(pool_at + word, staging_at + word, inside)
+        move(pool_at + word, staging_at + word, inside)
     else:
-        _move(staging_at + word, pool_at + word, inside)
+        move(staging_at + word, pool_at + word, inside)
 
 
 class CopyTable:
-    """The lines of `_copy` for some buffers: int64 [chunks, 4] on their device, 32 bytes a chunk.
+    """The lines of `_copy`, and of `pull`, for some buffers: int64 [chunks, 4] on their device, 32 bytes a chunk.
 
     Holds the buffers, whose addresses it contains. Made once; copying it to the device waits for the current stream.
     """
@@ -84,11 +84,12 @@ class CopyTable:
                 row.pool.data_ptr() + at,
                 row.pool.stride(0),
                 row.start + at,
-                min(_CHUNK, row.size - at) // word,
+                min(CHUNK, row.size - at) // word,
             )
             for row in rows
-            for at in range(0, row.size, _CHUNK)
+            for at in range(0, row.size, CHUNK)
         ]
+        self.device = self._extent.device
         self.chunks = len(lines)
         self.lines = torch.tensor(lines, dtype=torch.int64).to(rows[0].pool.device)
 
@@ -101,7 +102,7 @@ class CopyTable:
         aligned = self.aligned and staging.data_ptr() % _VECTOR == 0 and pitch % _VECTOR == 0
         if self.aligned and not aligned:
             raise ValueError(f"staging must begin and advance in multiples of {_VECTOR} bytes, found {pitch}")
-        words = _CHUNK // 4 if aligned else _CHUNK
+        words = CHUNK // 4 if aligned else CHUNK
         _copy[(self.chunks, pages.shape[0])](
             self.lines,
             pages,
@@ -110,7 +111,7 @@ class CopyTable:
             TO_STAGING=to_staging,
             ALIGNED=aligned,
             WORDS=words,
-            num_warps=_WARPS,
+            num_warps=WARPS,
         )
 
 
