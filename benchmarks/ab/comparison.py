@@ -1,4 +1,4 @@
-"""The comparison itself: warm-up, then rounds in which every endpoint is asked the same, in alternating order.
+"""The comparison itself: warm-up, then rounds in which every endpoint is asked the same, in drawn order.
 
 Several cases (plans) on the same running endpoints take turns: a block of each, then the next block of each.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import secrets
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -59,6 +60,19 @@ def blocks(plan: Plan) -> list[list[tuple[Point, int]]]:
     return [[(point, number) for number in row] for point in plan.points for row in rows]
 
 
+def drawn_orders(count: int, rounds: int, rng: random.Random) -> list[list[int]]:
+    """In which order `count` endpoints are asked in each of `rounds`: rotations of one drawn order, each of them as
+    often as any other (by one at most), themselves in drawn order.
+
+    Taken in turn, they would have the last of a round be the first of the next: what is slow for some seconds would
+    meet one endpoint twice, and rounds would not be independent.
+    """
+    names = rng.sample(range(count), count)
+    starts = [i % count for i in range(rounds)]
+    rng.shuffle(starts)
+    return [names[start:] + names[:start] for start in starts]
+
+
 def run_async(work: Coroutine[Any, Any, _T]) -> _T:
     """On uvloop where it is installed."""
     try:
@@ -92,7 +106,12 @@ def calibrate(endpoint: Endpoint, files: Sequence[str]) -> float:
 def discipline(plan: Plan, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """What was done so that no endpoint had an advantage: for the record."""
     return {
-        "order": f"every endpoint gets the same requests, in blocks of {plan.block} round(s); who is first changes",
+        "order": f"every endpoint gets the same requests, in blocks of {plan.block} round(s); "
+        + (
+            "who is last in one is first in the next"
+            if plan.between == "ended"
+            else "who is first is drawn, each endpoint equally often"
+        ),
         "warm_up": f"{plan.warm_up} session(s)"
         + (", or as many as are asked at once where that is more," if plan.warm_up else "")
         + f" after each start and at each new point, {plan.round_warm_up} before each further round, of other texts, "
@@ -177,13 +196,16 @@ class Comparison:
         return Cases({self.case: self}).run()[self.case]
 
     def order(self, index: int) -> list[Endpoint]:
-        """Who is asked when in a block. Endpoints that must be started each time turn round instead of rotating:
-        the last of a block is the first of the next, and needs no start.
+        """Who is asked when in a block: drawn for all of a point by the seed. Endpoints that must be started each time
+        turn round instead: the last of a block is the first of the next, and needs no start.
         """
-        if self.plan.between == "ended":
+        plan = self.plan
+        if plan.between == "ended":
             return self.endpoints[:: -1 if index % 2 else 1]
-        turn = index % len(self.endpoints)
-        return self.endpoints[turn:] + self.endpoints[:turn]
+        rows = -(-plan.rounds // plan.block)
+        point, turn = divmod(index, rows)
+        rng = random.Random(f"order:{plan.seed}:{self.case}:{point}")
+        return [self.endpoints[i] for i in drawn_orders(len(self.endpoints), rows, rng)[turn]]
 
     def ask(
         self,

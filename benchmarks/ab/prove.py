@@ -8,6 +8,7 @@ least 19 none of the verdicts may be wrong; and a server that really is slower m
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
 
 from benchmarks.ab.client import Client, Sample
 from benchmarks.ab.comparison import Comparison, Plan, run_async
@@ -24,7 +26,8 @@ from benchmarks.ab.endpoints import Spec
 from benchmarks.ab.load import Point, run_round
 from benchmarks.ab.null_server import BYTES_PER_TOKEN
 from benchmarks.ab.running import Endpoint
-from benchmarks.ab.summary import ALL, HOLDS, summarise
+from benchmarks.ab.statistics import CONFIDENCE
+from benchmarks.ab.summary import ALL, HOLDS, aligned, by_round, summarise
 from benchmarks.workloads import Load, Session
 from benchmarks.workloads.conversations import TwoTurn
 from benchmarks.workloads.model import chat
@@ -42,6 +45,10 @@ _TTFT_S, _ITL_S, _TOKENS = 0.020, 0.010, 16
 _TRIALS = 20
 _RIGHT = 19
 _SLOWER = 1.3
+#: Trials A against A: names of one server, the first the baseline, loads, and rounds at each.
+EQUAL = ("a", "again", "and again")
+POINTS = (Point(concurrency=2), Point(concurrency=4))
+ROUNDS = 8
 
 
 @contextmanager
@@ -149,24 +156,43 @@ def judged(rates: Sequence[Mapping[str, Any]], delays: Sequence[Mapping[str, Any
 
 
 def _trial(urls: dict[str, str], seed: int, folder: Path) -> list[dict[str, Any]]:
-    """The summary's points, as `benchmarks.ab` has them in its result."""
+    """The records of all rounds, which `folder`/`seed`.jsonl has, too."""
     workload = TwoTurn(Text(BYTES_PER_TOKEN), seed, 6, 128, 32, 4, False)
     endpoints = [Endpoint(Spec(name, url=url, flush=None)) for name, url in urls.items()]
     for endpoint in endpoints:
         endpoint.start()
     plan = Plan(
         workload,
-        [Point(concurrency=2), Point(concurrency=4)],
-        8,
+        POINTS,
+        ROUNDS,
         folder / f"{seed}.jsonl",
         warm_up=1,
         round_warm_up=0,
         between="running",
         seed=seed,
     )
-    comparison = Comparison(plan, endpoints, quiet=True)
-    names = list(urls)
-    return summarise(comparison.run(), names, names[0])
+    return Comparison(plan, endpoints, quiet=True).run()
+
+
+def equal_trial(seed: int, folder: Path) -> list[dict[str, Any]]:
+    """The records of a server under the names EQUAL, with other times for each (a process each, for each its seed)."""
+    with ExitStack() as stack:
+        urls = {
+            name: stack.enter_context(null_server(ttft_ms=8, itl_ms=2, spread=0.3, seed=3 * seed + i))
+            for i, name in enumerate(EQUAL)
+        }
+        return _trial(urls, seed, folder)
+
+
+def log_ratios(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Of the input rate, round by round, of every endpoint after the first at every point: what verdicts are made of."""
+    found = []
+    for point in map(str, POINTS):
+        of = aligned(rows, EQUAL, point)
+        for name in EQUAL[1:]:
+            ratios = by_round(of[EQUAL[0]], of[name], "input_tokens_per_s", ALL)
+            found.append([round(math.log(value), 4) for values in ratios for value in values])
+    return found
 
 
 def said(points: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -197,24 +223,23 @@ def wrong(points: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def prove_statistics() -> dict[str, Any]:
-    """20 trials A against A, and one against a server whose first token takes 30 % longer."""
+    """20 trials A against A, and one against a server whose first token takes 30 % longer. `chance_at_95`: how often 20
+    trials have so many right, where each is with a probability of 95 %.
+    """
     folder = Path(tempfile.mkdtemp(prefix="glm-sglang-ab-"))
     trials: list[dict[str, Any]] = []
     try:
         for seed in range(_TRIALS):
-            with ExitStack() as stack:
-                urls = {
-                    name: stack.enter_context(null_server(ttft_ms=8, itl_ms=2, spread=0.3, seed=3 * seed + i))
-                    for i, name in enumerate(("a", "again", "and again"))
-                }
-                points = _trial(urls, seed, folder)
-            trials.append({**wrong(points), "intervals": [[v["low"], v["high"]] for v in said(points)[0]]})
+            rows = equal_trial(seed, folder)
+            points = summarise(rows, EQUAL, EQUAL[0])
+            intervals = [[v["low"], v["high"]] for v in said(points)[0]]
+            trials.append({**wrong(points), "intervals": intervals, "log_ratios": log_ratios(rows)})
             print(f"trial {seed}: {trials[-1]}", file=sys.stderr, flush=True)
         with (
             null_server(ttft_ms=16, itl_ms=2, spread=0.1, seed=100) as a,
             null_server(ttft_ms=16 * _SLOWER, itl_ms=2, spread=0.1, seed=101) as b,
         ):
-            points = _trial({"a": a, "slower": b}, 100, folder)
+            points = summarise(_trial({"a": a, "slower": b}, 100, folder), ("a", "slower"), "a")
     finally:
         shutil.rmtree(folder)
     right = sum(not trial["wrong"] for trial in trials)
@@ -224,6 +249,7 @@ def prove_statistics() -> dict[str, Any]:
         "trials": trials,
         "right": right,
         "of": _TRIALS,
+        "chance_at_95": round(float(stats.binom.sf(_RIGHT - 1, _TRIALS, CONFIDENCE)), 3),
         "slower": {
             "first_token_speedup": round(1 / _SLOWER, 4),
             "seen": points[-1]["speedups"]["slower"]["by_label"][ALL]["ttft"],

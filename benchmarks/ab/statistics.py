@@ -1,13 +1,20 @@
 """Intervals for what is compared. The round is the unit: requests of one round share queues, caches and the machine's
 mood, so only rounds are independent of each other.
 
-Ratios are of logarithms, round by round, between the same requests at two endpoints. Their interval is the
-percentile bootstrap with quantiles widened for few rounds (Hesterberg, "What Teachers Should Know About the
-Bootstrap", 2014: the expanded percentile interval). No resample can lie outside the rounds that were seen;
-with fewer than six rounds these cover the truth less than 95 % of the time (1 − 2/2⁵ = 93.75 %), so there is
-no interval then. Of several verdicts that are said together each has its share of the 5 % (Bonferroni): wider intervals,
-which need more rounds. So far out in the tails the bootstrap is too narrow for few rounds, since it can't leave what it
-saw (four verdicts of eight rounds: one wrong in 8 % of runs): there the interval is Student's t where that is wider.
+Ratios are of logarithms, round by round, between the same requests at two endpoints. Their interval is Student's t. Of
+equal endpoints these logarithms lie symmetrically around 0, whatever a round's noise is, and there t covers as often as
+it says or more: heavy tails, stalls and rounds of unlike spread make it wider than it need be (Efron, "Student's t-test
+under symmetry conditions", 1969; Benjamini, "Is the t test really conservative when the parent distribution is
+long-tailed?", 1983). Bootstraps of so few rounds are too narrow; `benchmarks.ab.coverage` measures both. What an endpoint
+has alone for longer than a round (where its process happens to lie in memory) no interval can tell from a difference.
+Of several verdicts that are said together each has its share of the 5 % (Bonferroni).
+
+t has an interval from two rounds on, if one believes in its distribution. With fewer than six all rounds lie on one side
+by chance more often than 5 % (2/2⁵), so that no test without a distribution could tell: no interval is given there, and
+of several verdicts with more rounds than that.
+
+Quantiles of one endpoint, which are not compared, have the percentile bootstrap with quantiles widened for few rounds
+(Hesterberg, "What Teachers Should Know About the Bootstrap", 2014: the expanded percentile interval).
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ class Interval:
 
 
 def fewest_rounds(verdicts: int = 1) -> int:
-    """Rounds without which the intervals of so many verdicts cannot all hold the truth as often as CONFIDENCE says."""
+    """Rounds without which no test of so many verdicts holds CONFIDENCE unless it believes in a distribution."""
     return math.ceil(math.log2(2 * verdicts / (1 - CONFIDENCE)))
 
 
@@ -57,6 +64,13 @@ def expanded_tail(rounds: int, confidence: float = CONFIDENCE) -> float:
     """Probability below the lower end: what makes the percentile bootstrap as wide as Student's t would be."""
     t = stats.t.ppf((1 - confidence) / 2, rounds - 1)
     return float(stats.norm.cdf(t * math.sqrt(rounds / (rounds - 1))))
+
+
+def student(values: Values, confidence: float = CONFIDENCE) -> Values:
+    """Lower and upper end of Student's t interval for the mean; `values`: […, rounds], returns […, 2]."""
+    middle = values.mean(axis=-1)
+    reach = stats.t.ppf((1 + confidence) / 2, values.shape[-1] - 1) * stats.sem(values, axis=-1)
+    return np.stack([middle - reach, middle + reach], axis=-1)
 
 
 def ratio(by_round: Sequence[Sequence[float]], verdicts: int = 1) -> Interval | None:
@@ -71,15 +85,7 @@ def ratio(by_round: Sequence[Sequence[float]], verdicts: int = 1) -> Interval | 
     count = sum(values.size for values in full)
     low = high = None
     if means.size >= fewest_rounds(verdicts):
-        draw = np.random.default_rng(_SEED).integers(0, means.size, (_RESAMPLES * verdicts, means.size))
-        tail = expanded_tail(means.size, 1 - (1 - CONFIDENCE) / verdicts)
-        low, high = np.quantile(means[draw].mean(axis=1), (tail, 1 - tail)).tolist()
-        if verdicts > 1:
-            reach = float(
-                stats.t.ppf(1 - (1 - CONFIDENCE) / (2 * verdicts), means.size - 1) * stats.sem(means)
-            )
-            low, high = min(low, means.mean() - reach), max(high, means.mean() + reach)
-        low, high = math.exp(low), math.exp(high)
+        low, high = np.exp(student(means, 1 - (1 - CONFIDENCE) / verdicts)).tolist()
     return Interval(float(np.exp(means.mean())), low, high, int(means.size), count)
 
 

@@ -43,6 +43,7 @@ QUESTIONS: dict[str, Question] = {
     "oracle": Question("tokens and logprobs against transformers"),
     "ab_client": Question("up to how many streams the client adds little"),
     "ab_statistics": Question("a server against itself: how often a verdict is wrong"),
+    "ab_coverage": Question("how often an interval of a few rounds holds the truth"),
     "demo": Question("what a newcomer gets from `make demo`, and how soon"),
     "make_test": Question("`make test` in a fresh clone"),
 }
