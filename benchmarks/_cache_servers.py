@@ -21,7 +21,7 @@ import httpx
 import orjson
 
 from benchmarks import _gpu_trace, gpu_idle
-from benchmarks.gpu_idle import Arm, prompt
+from benchmarks._idle_steps import Arm, prompt, traced
 from glm_sglang.serving import Server, ServerError
 
 CONTEXT = 180_000
@@ -146,7 +146,7 @@ def busy(arm: Arm, size: int) -> dict[str, float]:
         queue(arm, size, turn=100)
 
     with tempfile.TemporaryDirectory() as folder:
-        trace = _gpu_trace.read(gpu_idle.traced(arm, Path(folder), work))
+        trace = _gpu_trace.read(traced(arm, Path(folder), work))
     kernels = _gpu_trace.Trace([i for i in trace.device if not i.name.startswith("Mem")], [])
     copies = [i for i in trace.device if i.name.startswith("Memcpy DtoH")]
     return {

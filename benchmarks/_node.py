@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks import _gpu_trace, _result, gpu_idle, roofline
+from benchmarks import _gpu_trace, _idle_steps, _result, roofline
 from benchmarks._moe_servers import GPU, REFERENCE, Arm, Report, about, launch, node_chunk, tokens, went_well
 from benchmarks._turns import Ask, Series, compared, more
 from glm_sglang.tiny_model import PRESETS
@@ -62,7 +62,7 @@ def write_model(args: argparse.Namespace, report: Report, folder: Path) -> None:
         return
     from benchmarks import _wide_model
 
-    size = _wide_model.write(folder, wide(args))
+    size = _wide_model.write(folder, wide(args), weights=not args.no_weights)
     report.say(f"a checkpoint of {size / 2**30:.1f} GiB at {folder}")
 
 
@@ -307,7 +307,7 @@ def exposed(running: dict[str, Arm], args: argparse.Namespace, report: Report) -
 
 def trace(arm: Arm, length: int, ranks: int) -> dict[str, Any]:
     """Prompts one at a time, then a few at once, under the profiler. Raises ValueError for a trace without steps."""
-    probe = gpu_idle.Arm(arm.name, arm.server)
+    probe = _idle_steps.Arm(arm.name, arm.server)
 
     def alone() -> None:
         for i in range(REQUESTS):
@@ -318,9 +318,9 @@ def trace(arm: Arm, length: int, ranks: int) -> dict[str, Any]:
         queue(arm, [tokens(length, 6000 + i) for i in range(2 * REQUESTS)])
 
     with tempfile.TemporaryDirectory() as folder:
-        files = gpu_idle.traced(probe, Path(folder, "alone"), alone, ranks)
+        files = _idle_steps.traced(probe, Path(folder, "alone"), alone, ranks)
         found = [last_step(file) for file in files]
-        files = gpu_idle.traced(probe, Path(folder, "queue"), several, ranks)
+        files = _idle_steps.traced(probe, Path(folder, "queue"), several, ranks)
         windows = [_gpu_trace.window_idle(_gpu_trace.read([file])) for file in files]
     return trace_row(found, windows)
 

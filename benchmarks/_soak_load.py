@@ -18,7 +18,7 @@ from typing import Any, Literal
 import httpx
 import orjson
 
-from benchmarks.gpu_idle import prompt
+from benchmarks._idle_steps import prompt
 
 Abort = Literal["before_the_first_token", "midway", "asked"]
 ABORTS: tuple[Abort, ...] = ("before_the_first_token", "midway", "asked")

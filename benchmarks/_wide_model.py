@@ -1,7 +1,8 @@
 """A checkpoint of GLM-5.x's true widths and few layers, for timing: random FP8 bytes, balanced routing, no meaning.
 
 SGLang's `--load-format dummy` would send every token to the same experts (its routers are nearly zero), so the weights
-are written: random matrices, one a shape, copied, under routers of unit logits.
+are written: random matrices, one a shape, copied, under routers of unit logits. Where a token meets all experts anyway,
+or there is no disk for the layers that are wanted, `weights=False` leaves them to that format.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def true_widths(layers: int, experts: int) -> Shape:
     )
 
 
-def write(folder: Path, shape: Shape) -> int:
-    """Writes the checkpoint to `folder`, where it isn't there already; returns its bytes."""
-    made_from = repr(shape)
+def write(folder: Path, shape: Shape, weights: bool = True) -> int:
+    """Writes the checkpoint to `folder`, where it isn't there already; returns its bytes, 0 without weights."""
+    made_from = repr(shape) if weights else f"{shape!r} without weights"
     marker = folder / MARKER
     if marker.is_file() and json.loads(marker.read_text())["made_from"] == made_from:
         return int(json.loads(marker.read_text())["bytes"])
@@ -55,13 +56,14 @@ def write(folder: Path, shape: Shape) -> int:
         (folder / name).write_text(text, encoding="utf-8")
     files: dict[str, str] = {}
     total = 0
-    for prefix, tensors in _parts(folder, shape).items():
+    for prefix, tensors in _parts(folder, shape).items() if weights else ():
         file = f"{prefix.strip('.') or 'rest'}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(tensors, file)
         total += sum(t.nbytes for t in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if weights:
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     marker.write_text(json.dumps({"made_from": made_from, "bytes": total}))
     return total
 
@@ -106,8 +108,8 @@ class _Parts(dict[str, dict[str, torch.Tensor]]):
         return self.drawn[shape].clone()
 
 
-def _parts(folder: Path, shape: Shape) -> _Parts:
-    """Every tensor's name and shape, as transformers' model has them, experts apart; grouped by layer."""
+def tensor_shapes(folder: Path) -> dict[str, dict[str, torch.Size]]:
+    """Every tensor's name and shape by layer, as transformers' model of the folder's config has them, experts apart."""
     from transformers import AutoConfig, GlmMoeDsaForCausalLM  # seconds, which the sizes alone do not need
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -121,7 +123,13 @@ def _parts(folder: Path, shape: Shape) -> _Parts:
             parts = single.split(".")
             prefix = ".".join(parts[:3]) if parts[1] == "layers" else ""
             shapes.setdefault(prefix, {})[single] = size
-    return _Parts(shapes, hf_config(shape, "fp8")["quantization_config"]["modules_to_not_convert"])
+    return shapes
+
+
+def _parts(folder: Path, shape: Shape) -> _Parts:
+    return _Parts(
+        tensor_shapes(folder), hf_config(shape, "fp8")["quantization_config"]["modules_to_not_convert"]
+    )
 
 
 def _apart(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:

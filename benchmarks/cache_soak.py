@@ -36,7 +36,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks import _result, gpu_idle
+from benchmarks import _idle_steps, _result, gpu_idle
 from benchmarks._moe_servers import Report
 from benchmarks._soak_judge import Limits, Sample, grown, left_behind, stalls, verdict
 from benchmarks._soak_load import PAGE, Client, Sizes
@@ -212,8 +212,8 @@ class Soak:
         sizes = self.setting.sizes
         self.client.choose_probe()
         lengths = (sizes.shortest, sizes.shortest * 4, sizes.longest // 4, sizes.longest)
-        prompts = [gpu_idle.prompt(f"warm.{self.args.seed}.{length}", length) for length in lengths]
-        arm = gpu_idle.Arm("soak", self.server)
+        prompts = [_idle_steps.prompt(f"warm.{self.args.seed}.{length}", length) for length in lengths]
+        arm = _idle_steps.Arm("soak", self.server)
         for _ in range(2):  # computed; then, flushed, from Valkey; and from the device
             for ids in prompts:
                 arm.prefill(ids)

@@ -1,41 +1,58 @@
 """How much of a prefill step does the GPU wait: eagerly, with SGLang's own graphs, and with ours?
 
-True GLM-5.x widths, a few layers, random weights, one GPU. Three servers, started together, measured one at
-a time; the same prompts for each. Every step is one request of one chunk. `isolated` is a request on an idle
+    python -m benchmarks.gpu_idle --json
+    python -m benchmarks.gpu_idle --layers 78 --experts 8 --shared-indexer --arms stock,ours --sizes 2048,8192 --json
+
+True GLM-5.x widths, random weights, one GPU. As many servers as fit are up together (`--plan` says which), measured one
+at a time; the same prompts for each. Every step is one request of one chunk. `isolated` is a request on an idle
 server: the idle share of its step (traced), the client's milliseconds (untraced). `saturated` is a queue of
 such requests: milliseconds a step (untraced) and the idle share of the whole window (traced). Tracing slows
-the host, so traced idle shares overstate; step times do not.
+the host, so traced idle shares overstate; step times do not. What a step costs the host once weighs less the more
+layers there are: GLM-5.3 has 78, of which a GPU of eight has whole layers and 32 experts in each.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import re
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 
-from benchmarks import _gpu_trace, _result
-from glm_sglang.serving import Server, ServerError
+from benchmarks import _fit, _result
+from benchmarks._idle_steps import (
+    DISCARD,
+    ROWS,
+    STEPS,
+    Arm,
+    Case,
+    Counts,
+    captured,
+    keep_detail,
+    trace_case,
+    untraced,
+)
+from glm_sglang.serving import Server, ServerError, stop_together
 from glm_sglang.tiny_model.shape import Shape, generation_config, hf_config
 from glm_sglang.tiny_model.tokenizer import tokenizer_config, tokenizer_json
 
 # Rows of a step, and tokens of a cached prefix before them; in order of importance: a time box may cut the rest.
 SIZES = "2048,2048+14336,8192,512,16384,1024,4096"
-DISCARD = 5
-STEPS = 20
 VOCAB = 512
-TEXT_TOKENS = 250  # byte tokens: no special one, so nothing ends early
+POOL_GIB = 8  # of the arm with the cache
+NOTES = [
+    "dummy weights (--load-format dummy) are zeros but for two in a hundred: clocks stay higher than with real ones",
+    "dummy routers send every token to the same 8 experts; where a layer has 8, no router would do otherwise",
+    "a step of n rows has the FLOP of n local rows on a GPU of a node under even routing: 8 expert rows each",
+]
 COMMON = {
     "load-format": "dummy",
     "mem-fraction-static": "0.7",  # three servers share the GPU; the next line is what sizes their pools
@@ -63,182 +80,52 @@ def common(extra: str) -> list[str]:
 def arms(buckets: Sequence[int]) -> dict[str, list[str]]:
     """What each arm adds to the common flags; the graph arms capture the same buckets."""
     sizes = list(buckets)
+    ours = ["--glm-prefill-graph", "auto", "--glm-prefill-graph-buckets", ",".join(map(str, sizes))]
     return {
         "stock": [
             *("--glm-prefill-graph", "off", "--cuda-graph-backend-prefill", "breakable"),
             *("--cuda-graph-bs-prefill", *map(str, sizes)),
         ],
-        "ours": ["--glm-prefill-graph", "auto", "--glm-prefill-graph-buckets", ",".join(map(str, sizes))],
+        "ours": ours,
         "eager": ["--glm-prefill-graph", "off", "--cuda-graph-backend-prefill", "disabled"],
+        "cached": [*ours, "--glm-cache-url", "embedded://", "--glm-cache-pool-gb", str(POOL_GIB)],
     }
 
 
-def write_model(folder: Path, layers: int, shared: bool) -> None:
-    """A folder with config and tokenizer, true GLM-5.x widths, no weights."""
+def model_config(layers: int, shared: bool, experts: int = 16) -> dict[str, Any]:
+    """config.json of true GLM-5.x widths. `shared`: GLM-5.3's layers, three dense ones and an indexer in every fourth."""
     kinds = (
         "".join("F" if i < 3 or (i - 2) % 4 == 0 else "S" for i in range(layers)) if shared else "F" * layers
     )
     shape = Shape(
         layers=layers,
+        dense_layers=min(3, layers - 1) if shared else 1,
         indexer_types=kinds,
         hidden=6144,
         heads=64,
         q_lora_rank=2048,
         intermediate=12288,
         moe_intermediate=2048,
-        experts=16,
+        experts=experts,
         experts_per_token=8,
         index_topk=2048,
         vocab=VOCAB,
         max_position=65536,
     )
+    return hf_config(shape, "fp8")
+
+
+def write_model(folder: Path, layers: int, shared: bool, experts: int = 16) -> None:
+    """A folder with config and tokenizer, no weights."""
+    config = model_config(layers, shared, experts)
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in {
-        "config.json": hf_config(shape, "fp8"),
+        "config.json": config,
         "generation_config.json": generation_config(),
-        "tokenizer_config.json": tokenizer_config(shape.max_position),
+        "tokenizer_config.json": tokenizer_config(config["max_position_embeddings"]),
     }.items():
         (folder / name).write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
     (folder / "tokenizer.json").write_text(tokenizer_json())
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A step of `rows` new tokens behind `prefix` cached ones: "2048" or "2048+14336"."""
-
-    rows: int
-    prefix: int = 0
-
-    @classmethod
-    def of(cls, text: str) -> Case:
-        """Raises ValueError for anything but one or two whole numbers."""
-        return cls(*map(int, text.split("+")))
-
-    def __str__(self) -> str:
-        return f"{self.rows}+{self.prefix}" if self.prefix else str(self.rows)
-
-    def prompt(self, seed: object) -> list[int]:
-        """A prompt of its own for each seed, behind the case's prefix."""
-        return [*prompt("prefix", self.prefix), *prompt(f"{self}.{seed}", self.rows)]
-
-
-@dataclass
-class Arm:
-    """One server and what was measured on it."""
-
-    name: str
-    server: Server
-    result: dict[str, Any] = field(default_factory=dict)
-
-    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """POST; raises for an answer that is not 200."""
-        answer = httpx.post(self.server.url + path, json=body, timeout=300.0)  # the first of a shape compiles
-        answer.raise_for_status()
-        return answer
-
-    def prefill(self, ids: list[int]) -> float:
-        """Seconds until a prompt's first token."""
-        began = time.perf_counter()
-        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        self.post("/generate", {"input_ids": ids, "sampling_params": sampling})
-        return time.perf_counter() - began
-
-
-def prompt(seed: str, tokens: int, prefix: Sequence[int] = ()) -> list[int]:
-    """Random bytes, the same for the same seed, behind a prefix."""
-    return [*prefix, *random.Random(seed).choices(range(TEXT_TOKENS), k=tokens)]
-
-
-def percentile(values: Sequence[float]) -> float:
-    """The median in milliseconds."""
-    return round(1e3 * statistics.median(values), 3)
-
-
-def untraced(arm: Arm, case: Case) -> dict[str, Any]:
-    """Client milliseconds alone, and milliseconds a step in a queue."""
-    alone = [arm.prefill(case.prompt(f"alone{i}")) for i in range(DISCARD + STEPS)]
-    prompts = [case.prompt(f"queue{i}") for i in range(3 * DISCARD + STEPS)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        began = time.perf_counter()
-
-        def one(ids: list[int]) -> float:
-            arm.prefill(ids)
-            return time.perf_counter() - began
-
-        done = sorted(pool.map(one, prompts))
-    # Responses leave in order; the first ones also pay for the arrival of the others.
-    apart = [
-        later - sooner for sooner, later in zip(done[DISCARD:-DISCARD], done[DISCARD + 1 :], strict=False)
-    ]
-    return {
-        "client_ms": percentile(alone[DISCARD:]),
-        "step_ms_saturated": round(1e3 * statistics.mean(apart), 3),
-    }
-
-
-def traced(arm: Arm, folder: Path, run: Callable[[], None], ranks: int = 1, **more: Any) -> list[Path]:
-    """The trace files of what happens while `run` runs, one for each of `ranks`; `more` goes into the profile request."""
-    folder.mkdir(parents=True, exist_ok=True)
-    arm.post("/start_profile", {"output_dir": str(folder), "activities": ["GPU"], **more})
-    run()
-    arm.post("/stop_profile", {})
-    began, seen = time.monotonic(), -1
-    while time.monotonic() - began < 60:
-        files = sorted(folder.rglob("*.json*"))
-        size = sum(file.stat().st_size for file in files)
-        if len(files) >= ranks and size == seen and size > 0:
-            return files
-        seen = size
-        time.sleep(0.5)
-    raise TimeoutError(f"{arm.name}: {len(files)} of {ranks} traces in {folder} after 60 s")
-
-
-def trace_case(arm: Arm, case: Case) -> dict[str, Any]:
-    """Idle shares of steps alone, and of a queue."""
-    prompts = [case.prompt(f"window{i}") for i in range(24)]
-
-    def alone() -> None:
-        for i in range(DISCARD + STEPS):
-            arm.prefill(case.prompt(f"traced{i}"))
-            time.sleep(0.03)
-
-    def queue() -> None:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            list(pool.map(arm.prefill, prompts))
-
-    with tempfile.TemporaryDirectory() as folder:
-        found = _gpu_trace.steps(_gpu_trace.read(traced(arm, Path(folder, "alone"), alone)))
-        window = _gpu_trace.read(traced(arm, Path(folder, "queue"), queue))
-    result = _gpu_trace.summary(found, DISCARD)
-    result["idle_ms_by_tenth"] = _gpu_trace.profile_of_idle(found, DISCARD)
-    result["idle_share_saturated"] = _gpu_trace.window_idle(window)
-    return result
-
-
-def keep_detail(arm: Arm, case: Case, folder: Path) -> list[str]:
-    """A trace of three steps with the host's operators and Python's calls, left for a person to read."""
-
-    def few() -> None:
-        for i in range(3):
-            arm.prefill(case.prompt(f"detail{i}"))
-            time.sleep(0.03)
-
-    files = traced(arm, folder, few, activities=["CPU", "GPU"], with_stack=True)
-    return [f"{file.name}: {file.stat().st_size >> 10} KiB" for file in files]
-
-
-def captured(log: Path) -> dict[str, Any]:
-    """What the log says of the capture: seconds and GB, and our own lines about breaks and memory."""
-    text = log.read_text(errors="replace")
-    lines = [line[:300] for line in text.splitlines() if "server_args" not in line]
-    ends = [line for line in lines if re.search(r"Capture .*prefill.*end", line, re.IGNORECASE)]
-    ours = [line for line in lines if "prefill graph" in line.lower()]
-    numbers = re.search(r"elapsed=([\d.]+).*?mem.*?usage=([\d.]+)", ends[-1]) if ends else None
-    return {
-        "capture_seconds": float(numbers[1]) if numbers else None,
-        "capture_gb": float(numbers[2]) if numbers else None,
-        "log": [*ends[-2:], *ours[-16:]],
-    }
 
 
 @dataclass
@@ -263,7 +150,7 @@ class Box:
 
 
 def measure(args: argparse.Namespace, found: Sequence[Arm], out: Path, note: Callable[[], None]) -> None:
-    """Everything, most important first."""
+    """Everything of servers that are up together, most important first."""
 
     def warm(arm: Arm) -> None:
         for case in args.sizes:
@@ -282,10 +169,11 @@ def measure(args: argparse.Namespace, found: Sequence[Arm], out: Path, note: Cal
     time.sleep(max(0.0, args.not_before - time.monotonic()))
     box = Box(args.seconds, note)
     for number, case in enumerate(args.sizes):
+        counts = Counts(args.steps, args.discard).of(case)
         for arm in found:
-            box.run(arm, "untraced", case, untraced)
+            box.run(arm, "untraced", case, partial(untraced, counts=counts))
         for arm in found:
-            box.run(arm, "traced", case, trace_case)
+            box.run(arm, "traced", case, partial(trace_case, counts=counts))
         if args.detail and number == 0:
             for arm in found:
                 box.run(
@@ -316,12 +204,39 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _result.add_arguments(parser)
-    parser.add_argument("--arms", default="stock,ours,eager")
+    parser.add_argument(
+        "--arms", default="stock,ours,eager", help="of stock, ours, eager and cached (ours + cache)"
+    )
     parser.add_argument("--sizes", default=SIZES, help="ROWS or ROWS+PREFIX, separated by commas")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--shared-indexer", action="store_true", help="GLM-5.3's pattern of indexer layers")
+    parser.add_argument("--experts", type=int, default=16, help="of a layer; every token meets the same 8")
+    parser.add_argument(
+        "--shared-indexer",
+        action="store_true",
+        help="GLM-5.3's layers: three dense, an indexer in every fourth",
+    )
+    parser.add_argument("--tokens", type=int, help="of KV of a server (default: three of the longest prompt)")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=0,
+        help="servers up together, 1 for one at a time (default: all that fit)",
+    )
+    parser.add_argument("--gpu-gib", type=float, help="memory of the GPU (default: what is free, by NVML)")
+    parser.add_argument(
+        "--plan", action="store_true", help="say who is up with whom and what each takes; start nothing"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help=f"measured of a case, fewer above {ROWS} rows (default %(default)s)",
+    )
+    parser.add_argument("--discard", type=int, default=DISCARD, help="before them (default %(default)s)")
     parser.add_argument("--quiet-seconds", type=float, default=0.0, help="measure no earlier after the start")
-    parser.add_argument("--seconds", type=float, default=420.0, help="time box once the servers are up")
+    parser.add_argument(
+        "--seconds", type=float, default=420.0, help="time box once servers are up, of each wave"
+    )
     parser.add_argument("--start-seconds", type=float, default=300.0, help="longest wait for the servers")
     parser.add_argument("--out", default="", help="folder for partial results, logs and traces")
     parser.add_argument(
@@ -336,19 +251,77 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.sizes = [Case.of(text) for text in args.sizes.split(",")]
     args.not_before = time.monotonic() + args.quiet_seconds
     args.arms = args.arms.split(",")
+    if unknown := set(args.arms) - arms(()).keys():
+        parser.error(f"--arms names {', '.join(sorted(unknown))}, allowed: {', '.join(arms(()))}")
+    if args.steps < 1 or args.discard < 1:
+        parser.error(f"--steps is {args.steps} and --discard {args.discard}; both must be at least 1")
+    args.buckets = sorted({case.rows for case in args.sizes})
+    args.tokens = args.tokens or 3 * max(case.rows + case.prefix for case in args.sizes)
     return args
 
 
+def sized(args: argparse.Namespace) -> str:
+    """Flags of every arm that follow from the sizes: a step is never longer than the longest case."""
+    chunk = args.buckets[-1]
+    # The tokens bound a pool: the fraction must leave room for one, beside what other servers have taken by then.
+    return (
+        f"--mem-fraction-static=0.97 --max-total-tokens={args.tokens} --chunked-prefill-size={chunk} "
+        f"--max-prefill-tokens={chunk} {args.extra}"
+    )
+
+
+def needs(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, _fit.Need]:
+    """What each arm takes of the GPU."""
+    chunk = args.buckets[-1]
+    return {
+        name: _fit.need(config, args.tokens, chunk, () if name == "eager" else args.buckets)
+        for name in args.arms
+    }
+
+
+def plan(args: argparse.Namespace, taken: dict[str, _fit.Need]) -> list[list[str]]:
+    """Who is up with whom. Raises FitError."""
+    room = int(args.gpu_gib * _fit.GIB) - _fit.SPARE if args.gpu_gib else _fit.free_bytes()
+    if not room:  # nothing is known: as it was asked
+        return _fit.waves(dict.fromkeys(taken, 0), 0, args.at_once)
+    return _fit.waves({name: one.total for name, one in taken.items()}, room, args.at_once)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 where an arm was not measured, 2 where they do not fit."""
     args = parse(argv)
     out = Path(args.out or tempfile.mkdtemp(prefix="gpu-idle-"))
     out.mkdir(parents=True, exist_ok=True)
     model = Path(args.model or tempfile.mkdtemp(prefix="gpu-idle-model-"))
     if not args.model:
-        write_model(model, args.layers, args.shared_indexer)
-    flags = arms(sorted({case.rows for case in args.sizes}))
+        write_model(model, args.layers, args.shared_indexer, args.experts)
+    config = orjson.loads((model / "config.json").read_bytes())
+    taken = needs(args, config)
+    try:
+        together = plan(args, taken)
+    except _fit.FitError as error:
+        print(error, file=sys.stderr)
+        return 2
+    gib = {name: one.gib() for name, one in taken.items()}
+    for wave in together:
+        print(f"together: {', '.join(f'{name} {gib[name]}' for name in wave)} GiB", file=sys.stderr)
+    if args.plan:
+        return 0
     found: list[Arm] = []
-    result: dict[str, Any] = {"model": {"layers": args.layers, "shared_indexer": args.shared_indexer}}
+    result: dict[str, Any] = {
+        "model": {
+            "layers": config["num_hidden_layers"],
+            "dense_layers": config["first_k_dense_replace"],
+            "experts": config["n_routed_experts"],
+            "indexers": config["indexer_types"].count("full"),
+            "shared_indexer": args.shared_indexer,
+        },
+        "together": together,
+        "expected_gib": gib,
+        "notes": [] if args.model else [*NOTES],
+    }
+    if "cached" in args.arms:
+        result["notes"].append("cached: kernels and copies of its saves count as no work of a step")
 
     def note() -> None:
         result["arms"] = {arm.name: arm.result for arm in found}
@@ -356,9 +329,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             orjson.dumps(result | headline(found), option=orjson.OPT_INDENT_2)
         )
 
+    for wave in together:
+        run_wave(args, model, wave, out, found, result, note)
+    final = {key: value for key, value in result.items() if key != "arms"}
+    _result.finish("gpu_idle", {**headline(found), **final, "arms": result.get("arms", {})}, args)
+    print(f"partial results, logs and traces: {out}", file=sys.stderr)
+    return 0 if len(found) == len(args.arms) else 1
+
+
+def run_wave(
+    args: argparse.Namespace,
+    model: Path,
+    names: Sequence[str],
+    out: Path,
+    found: list[Arm],
+    result: dict[str, Any],
+    note: Callable[[], None],
+) -> None:
+    """Starts these arms, measures those that come up, which are added to `found`, and ends them."""
+    flags = arms(args.buckets)
     starting = [
-        Arm(name, Server(model, [*common(args.extra), *flags[name]], name=name, log=out / f"{name}.log"))
-        for name in args.arms
+        Arm(name, Server(model, [*common(sized(args)), *flags[name]], name=name, log=out / f"{name}.log"))
+        for name in names
     ]
     try:
         began = time.monotonic()
@@ -370,27 +362,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.one_by_one:
                 arm.server.start()
                 time.sleep(3.0)
+        up = []
         for arm in starting:
             if args.one_by_one:
                 arm.server.start()
             try:
                 arm.server.wait_ready()
                 arm.result["up_seconds"] = round(time.monotonic() - began, 1)
+                up.append(arm)
                 found.append(arm)
             except ServerError as error:
                 result.setdefault("not_up", {})[arm.name] = str(error)[-3000:]
             note()
-        for arm in found:
+        for arm in up:
             arm.result["capture"] = captured(arm.server.log)
-        measure(args, found, out, note)
+        measure(args, up, out, note)
         note()
-        final = {key: value for key, value in result.items() if key != "arms"}
-        _result.finish("gpu_idle", {**headline(found), **final, "arms": result.get("arms", {})}, args)
     finally:
-        for arm in starting:
-            arm.server.stop()
-    print(f"partial results, logs and traces: {out}", file=sys.stderr)
-    return 0 if len(found) == len(starting) else 1
+        stop_together([arm.server for arm in starting])
 
 
 if __name__ == "__main__":

@@ -292,6 +292,9 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--layers", type=int, default=6, help="layers of the wide model (default %(default)s)")
     build.add_argument("--experts", type=int, default=64, help="its experts (default %(default)s)")
     build.add_argument(
+        "--no-weights", action="store_true", help="a wide checkpoint without them, for --load-format dummy"
+    )
+    build.add_argument(
         "--lengths",
         type=lambda text: tuple(int(part) for part in text.split(",")),
         default=(2048, 4096, 8192, 16384, 32768),

@@ -126,10 +126,10 @@ class Shape:
             f"2 to {self.hidden // 4} (a quarter of --hidden)",
         )
         need(
-            1 <= self.experts_per_token < self.experts and self.experts_per_token <= 32,
+            1 <= self.experts_per_token <= min(32, self.experts),
             "--experts-per-token",
             self.experts_per_token,
-            f"1 to {min(32, self.experts - 1)} (fewer than --experts; MegaMoE takes 32 at most)",
+            f"1 to {min(32, self.experts)} (--experts; MegaMoE takes 32 at most)",
         )
         need(self.index_topk >= 1, "--index-topk", self.index_topk, "at least 1 (2048 on a GPU)")
         low = FIRST_SPECIAL + len(SPECIAL_TOKENS)

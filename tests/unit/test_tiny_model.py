@@ -43,7 +43,7 @@ DIGESTS = {
         (["--intermediate", "200"], "--intermediate", "200", "the nearest is 256"),
         (["--q-lora-rank", "100"], "--q-lora-rank", "100", "multiple of 128"),
         (["--experts", "129"], "--experts", "129", "2 to 128"),
-        (["--experts-per-token", "8"], "--experts-per-token", "8", "1 to 7"),
+        (["--experts-per-token", "9"], "--experts-per-token", "9", "1 to 8"),
         (["--index-topk", "0"], "--index-topk", "0", "at least 1"),
         (["--layers", "1"], "--layers", "1", "at least 2"),
         (["--dense-layers", "5"], "--dense-layers", "5", "1 to 4"),

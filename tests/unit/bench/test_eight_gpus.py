@@ -24,7 +24,7 @@ from glm_kernels.mega_moe.limits import Arch, check_shape
 from node_series import series
 from packaging.requirements import Requirement
 
-from benchmarks import _moe_servers, _node, _turns, gpu_idle, moe_layer, moe_server
+from benchmarks import _idle_steps, _moe_servers, _node, _turns, moe_layer, moe_server
 from benchmarks._gpu_trace import Interval, Step
 from benchmarks.report import node as report_node
 from benchmarks.roofline import Model, kv_bytes
@@ -578,8 +578,8 @@ def test_a_trace_is_waited_for_on_every_rank(tmp_path: Path, monkeypatch: pytest
         if looks == 4:
             (tmp_path / "1-TP-1.trace.json.gz").write_bytes(b"whole")
 
-    monkeypatch.setattr(gpu_idle.time, "sleep", sleep)
-    files = gpu_idle.traced(Arm(), tmp_path, lambda: None, 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(_idle_steps.time, "sleep", sleep)
+    files = _idle_steps.traced(Arm(), tmp_path, lambda: None, 2)  # type: ignore[arg-type]
     assert [file.name for file in files] == ["1-TP-0.trace.json.gz", "1-TP-1.trace.json.gz"]
 
 

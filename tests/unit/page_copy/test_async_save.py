@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from benchmarks import _async_save_judge, _cache_servers
-from benchmarks.gpu_idle import Arm
+from benchmarks._idle_steps import Arm
 
 EXPOSITION = """# TYPE glm_sglang:scheduler_stall_seconds histogram
 glm_sglang:scheduler_stall_seconds_bucket{le="0.0003",rank="0"} 97.0
