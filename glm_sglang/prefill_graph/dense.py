@@ -5,6 +5,12 @@ SGLang's eager path runs multi-head attention on fresh keys, which costs less th
 pool. SGLang's graphs never do. This graph does: request boundaries come from device memory, for a fixed number of
 requests; unused ones are empty, and the last one holds the padding rows, which attend to each other.
 
+Eager attends densely in more steps than this graph serves: wherever no request has more than 2,048 tokens in all, so
+behind a short cached prefix too (it expands the prefix's keys again), with REQUESTS requests or more, and with more rows
+than the largest bucket that has a dense graph. There the sparse graph serves. Both are exact over the same keys and
+round otherwise: on an H200 up to 0.09 nats in a logprob, KL up to 4e-4 (`--glm-verify-graphs` says it of each bucket).
+UPSTREAM: DeepseekSparseAttnBackend.set_dsa_prefill_impl, which any longer request of the step turns to sparse for all.
+
 Targets       BreakableCudaGraphBackend.capture_one, .replay.
 Upstream      none.
 Goes when     SGLang captures dense attention of DSA models.
