@@ -21,7 +21,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from benchmarks import _result
 from benchmarks.ab import records
-from benchmarks.ab.noises import SD, noises, resampled
+from benchmarks.ab.noises import ALONE, SD, noises, resampled
 from benchmarks.ab.prove import EQUAL, POINTS, ROUNDS, equal_trial
 from benchmarks.ab.rivals import METHODS
 from benchmarks.ab.statistics import CONFIDENCE, Values, student
@@ -114,12 +114,12 @@ def answer(found: dict[str, Any], simulations: Sequence[dict[str, Any]]) -> str:
     right = [
         (row["Student's t"]["right"], kind) for one in simulations for kind, row in one["noises"].items()
     ]
-    among = [share for share, kind in right if not kind.startswith("moods of an endpoint")]
-    own = [share for share, kind in right if kind.startswith("moods of an endpoint")]
+    among = [share for share, kind in right if not kind.startswith(ALONE)]
+    alone = [share for share, kind in right if kind.startswith(ALONE)]
     return (
         f"Equal endpoints: all verdicts right in {found['right']} of {found['trials']} real trials (a true share of "
         f"{found['share_low']:.3f} to {found['share_high']:.3f}); simulated {min(among):.3f} to {max(among):.3f} of runs "
-        f"with Student's t, but {min(own):.3f} where an endpoint has moods of its own that last longer than a round."
+        f"with Student's t, down to {min(alone):.3f} where one endpoint has stalls or long moods that the other has not."
     )
 
 

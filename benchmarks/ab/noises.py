@@ -14,6 +14,8 @@ from benchmarks.ab.comparison import drawn_orders
 from benchmarks.ab.statistics import Values
 
 SD = 0.1  # of most noises
+#: What no interval of a few rounds can be right under as often as it says.
+ALONE = "one endpoint alone"
 
 
 def _moods(rng: np.random.Generator, size: tuple[int, ...], rho: float) -> Values:
@@ -27,9 +29,8 @@ def _moods(rng: np.random.Generator, size: tuple[int, ...], rho: float) -> Value
 def noises(
     rng: np.random.Generator, trials: int, points: int, endpoints: int, rounds: int
 ) -> Iterator[tuple[str, Values]]:
-    """Logarithms of the rates of equal endpoints, [trials, points, rounds, endpoints], by what they are called.
-
-    Those that change with time do so in the order in which the harness asks.
+    """Logarithms of the rates of equal endpoints, [trials, points, rounds, endpoints], by what they are called; the mean
+    of each is the same. What changes with time does so in the order in which the harness asks.
     """
     shape = (trials, points, rounds, endpoints)
     drawer = random.Random(int(rng.integers(2**32)))
@@ -56,8 +57,10 @@ def noises(
         moods = _moods(rng, (trials, at[0].size), rho)
         found = np.take_along_axis(moods, at.reshape(trials, -1), axis=1).reshape(shape)
         yield f"moods of the machine, {rho} from one endpoint's turn to the next's", SD * found
+    stalls = np.where(rng.random(shape) < 0.1, rng.exponential(5 * SD, shape), 0) - 0.5 * SD  # of mean 0
+    yield f"{ALONE}: one of its rounds in ten stalls", normal() - stalls * (np.arange(endpoints) == 1)
     own = _moods(rng, (trials, points, endpoints, rounds), 0.5).swapaxes(2, 3)
-    yield "moods of an endpoint, 0.5 from round to round", SD * own
+    yield f"{ALONE}: moods of its own, 0.5 from round to round", SD * own
 
 
 def resampled(
