@@ -1,104 +1,40 @@
 """The copies of the GPU cache by themselves, without a server: bandwidths, equality, what a load costs a forward.
 
-True GLM-5.x pages: 78 layers of FP8 main KV (656 bytes a token), 21 layers of index keys (132 bytes), 64 tokens a page,
-3.45 MB. Every time is a wall-clock time from the call to the last byte, medians of `REPEATS`, after one that is not
-counted.
+Every time is a wall-clock time from the call to the last byte.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from glm_connectors.tiers import PageLayout
 
+from benchmarks._page_loads import Loads
+from benchmarks._page_memory import (
+    ALIGN,
+    HEADER,
+    LAYERS,
+    OWNERS,
+    TOKENS,
+    HostPage,
+    device_pages,
+    device_seconds,
+    host_pages,
+    rate,
+    seconds,
+    shuffled,
+    slots_of,
+)
 from glm_sglang.cache.copier import TorchPageCopier
 from glm_sglang.cache.cuda_copies import CudaPageCopier
-from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.cuda_runtime import CudaRuntime
-from glm_sglang.cache.device_pages import DevicePages, Part
 
-TOKENS = 64
-LAYERS = 78
-OWNERS = tuple(layer for layer in range(LAYERS) if layer < 3 or (layer - 2) % 4 == 0)
-MAIN, INDEX = 656 * TOKENS, 132 * TOKENS
-REPEATS = 5
 LAUNCHES = 50  # between two events: what the host takes for one would hide the kernel
 BLOCK = 16  # pages: what a save reserves at once (glm_sglang.cache.saves.RESERVE)
 UPSTREAM_CHUNK = 4  # pages: LMCache's 256 tokens
-HEADER, ALIGN = 128, 512  # of a slot of the CPU pool (glm_connectors.tiers.pool)
-
-
-@dataclass(frozen=True, slots=True)
-class HostPage:
-    """A page of pinned memory."""
-
-    tensor: torch.Tensor
-
-    @property
-    def address(self) -> int:
-        """Of its first byte."""
-        return self.tensor.data_ptr()
-
-
-def device_pages(pages: int) -> DevicePages:
-    """A pool of random bytes."""
-    layers: list[tuple[Part, ...]] = []
-    for layer in range(LAYERS):
-        layers.append((Part(_random(pages, MAIN), layer * MAIN),))
-    for place, owner in enumerate(OWNERS):
-        layers[owner] += (Part(_random(pages, INDEX), LAYERS * MAIN + place * INDEX),)
-    layout = PageLayout(TOKENS, (("kv", LAYERS * MAIN), ("index", len(OWNERS) * INDEX)))
-    return DevicePages(tuple(layers), layout, torch.device("cuda", torch.cuda.current_device()))
-
-
-def _random(pages: int, size: int) -> torch.Tensor:
-    return torch.randint(0, 256, (pages, size), dtype=torch.uint8, device="cuda")
-
-
-def host_pages(page_bytes: int, count: int) -> tuple[torch.Tensor, list[HostPage]]:
-    """(pinned memory, its pages, laid out as the CPU pool's slots)."""
-    slot = -(-(HEADER + page_bytes) // ALIGN) * ALIGN
-    memory = torch.empty(count * slot, dtype=torch.uint8, pin_memory=True)
-    starts = range(HEADER, count * slot, slot)
-    return memory, [HostPage(memory[start : start + page_bytes]) for start in starts]
-
-
-def seconds(work: Callable[[], None]) -> float:
-    """Median wall-clock seconds of `work`, which ends when its last byte has arrived."""
-    times = []
-    for _ in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
-
-
-def device_seconds(work: Callable[[], None]) -> float:
-    """Median seconds between events around `work` on the current stream."""
-    cuda: Any = torch.cuda
-    times: list[float] = []
-    for _ in range(REPEATS + 1):
-        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(times[1:])
-
-
-def rate(size: int, taken: float) -> float:
-    """GB/s."""
-    return round(size / taken / 1e9, 2)
 
 
 class Copies:
@@ -110,7 +46,8 @@ class Copies:
         self.page_bytes = self.device.layout.page_bytes
         self.memory, self.host = host_pages(self.page_bytes, pages)
         self.setup_s = round(time.perf_counter() - began, 2)
-        self.copier = CudaPageCopier(self.device, CudaRuntime(self.device.device))
+        self.runtime = CudaRuntime(self.device.device)
+        self.copier = CudaPageCopier(self.device, self.runtime)
 
     def scattered(self, count: int) -> list[HostPage]:
         """Host pages no two of which are neighbours by more than chance."""
@@ -200,75 +137,6 @@ class Copies:
                 page.tensor.copy_(row, non_blocking=True)
             torch.cuda.synchronize()
 
-    def loads(self, count: int, forward_ms: Sequence[float]) -> dict[str, Any]:
-        """A load of `count` pages alone, and under forwards of 78 layers that take `forward_ms` by themselves.
-
-        Exposed: what the forward takes longer with the load under it, than without.
-        """
-        size = count * self.page_bytes
-        slots = [slots_of(shuffled(count))]
-        host = self.host[:count]
-        apart = self.scattered(count)
-        taken = seconds(lambda: self.copier.load(slots, host, _ignore))
-        scattered = seconds(lambda: self.copier.load(slots, apart, _ignore))
-        result: dict[str, Any] = {
-            "pages": count,
-            "gigabytes": round(size / 1e9, 3),
-            "load_ms": round(taken * 1e3, 2),
-            "load_gb_s": rate(size, taken),
-            "load_scattered_gb_s": rate(size, scattered),
-        }
-        for wanted in forward_ms:
-            forward = Forward(wanted)
-            without = seconds(lambda forward=forward: forward.run(None))  # type: ignore[misc]
-            waits: list[tuple[float, float]] = []
-            under = seconds(lambda f=forward, w=waits: self._forward_over_load(f, slots, host, w))  # type: ignore[misc]
-            launch, finish = (statistics.median(times) for times in zip(*waits[1:], strict=True))
-            result[f"under_a_forward_of_{wanted:.0f}_ms"] = {
-                "forward_alone_ms": round(without * 1e3, 2),
-                "forward_over_load_ms": round(under * 1e3, 2),
-                "exposed_ms": round((under - without) * 1e3, 2),
-                "exposed_share_of_copy": round((under - without) / taken, 4),
-                "launch_waits_ms": round(launch * 1e3, 3),
-                "finish_ms": round(finish * 1e3, 3),
-            }
-        return result
-
-    def _forward_over_load(
-        self,
-        forward: Forward,
-        slots: Sequence[torch.Tensor],
-        host: Sequence[HostPage],
-        waits: list[tuple[float, float]],
-    ) -> None:
-        """waits gets the seconds that the launching thread waited for layers to be queued, and those of `finish`."""
-        counter = StreamLayerCounter(LAYERS, self.copier)
-        waited = [0.0]
-
-        @contextmanager
-        def waiting() -> Iterator[None]:
-            began = time.perf_counter()
-            yield
-            waited[0] += time.perf_counter() - began
-
-        counter.waiting = waiting
-        index = counter.update_producer()
-        counter.set_consumer(index)
-        ready = self.copier.free(torch.cuda.current_stream())
-
-        def load() -> None:
-            ready()
-            self.copier.load(slots, host, lambda layer: counter.complete(index, layer))
-
-        thread = threading.Thread(target=load)
-        thread.start()
-        forward.launch(counter.wait_until)
-        began = time.perf_counter()
-        assert counter.finish(index)
-        waits.append((waited[0], time.perf_counter() - began))
-        torch.cuda.synchronize()
-        thread.join()
-
     def pinning(self, count: int) -> dict[str, Any]:
         """The CPU pool's own memory for `count` pages: how fast it is pinned in the background, and saved into."""
         from lmcache.v1.memory_management import MemoryFormat
@@ -328,53 +196,10 @@ class Copies:
         }
 
 
-class Forward:
-    """78 layers of matrix products, which keep the SMs and the memory of the device as busy as a forward does."""
-
-    def __init__(self, milliseconds: float) -> None:
-        self._a = torch.randn(4096, 6144, dtype=torch.bfloat16, device="cuda")
-        self._b = torch.randn(6144, 6144, dtype=torch.bfloat16, device="cuda")
-        self._out = torch.empty(4096, 6144, dtype=torch.bfloat16, device="cuda")
-        once = device_seconds(self._product)
-        self._products = max(1, round(milliseconds / 1e3 / LAYERS / once))
-
-    def _product(self) -> None:
-        torch.mm(self._a, self._b, out=self._out)
-
-    def run(self, wait_for_layer: Callable[[int], None] | None) -> None:
-        """One forward; returns when it has ended."""
-        self.launch(wait_for_layer)
-        torch.cuda.synchronize()
-
-    def launch(self, wait_for_layer: Callable[[int], None] | None) -> None:
-        """One forward; returns when it is queued."""
-        for layer in range(LAYERS):
-            if wait_for_layer is not None:
-                wait_for_layer(layer)
-            for _ in range(self._products):
-                self._product()
-
-
-def _ignore(layer: int) -> None:
-    """A layer that nobody waits for."""
-
-
-def shuffled(count: int) -> list[int]:
-    """Pages 1 … count in a seeded order: page 0 is the pool's padding."""
-    pages = list(range(1, count + 1))
-    random.Random(count).shuffle(pages)
-    return pages
-
-
-def slots_of(pages: Sequence[int]) -> torch.Tensor:
-    """The slots of those pages' tokens on the device, page by page."""
-    numbers = torch.tensor(pages, dtype=torch.int64)
-    return (numbers[:, None] * TOKENS + torch.arange(TOKENS)).view(-1).cuda()
-
-
 def measure(note: Callable[[str, Any], None], seconds_left: Callable[[], float], pages: int) -> None:
     """Everything, most important first; `note` gets each result as it is there."""
     copies = Copies(pages)
+    loads = Loads(copies)
     note("memory", {"pages": pages, "page_bytes": copies.page_bytes, "setup_s": copies.setup_s})
     long, short = min(pages, 2048), min(pages, 512)
     parts: list[tuple[str, Callable[[], Any]]] = [
@@ -382,8 +207,9 @@ def measure(note: Callable[[str, Any], None], seconds_left: Callable[[], float],
         ("equality", lambda: copies.equality(min(pages, 700))),
         ("save_16k_tokens", lambda: copies.saves(min(pages, 256))),
         ("kernels_16_pages", lambda: copies.kernels(BLOCK)),
-        ("load_32k_tokens", lambda: copies.loads(short, (100.0,))),
-        ("load_128k_tokens", lambda: copies.loads(long, (100.0, 400.0))),
+        ("pulls_512_pages", lambda: loads.pulls(short)),
+        ("load_32k_tokens", lambda: loads.load(short, (100.0,))),
+        ("load_128k_tokens", lambda: loads.load(long, (100.0, 400.0))),
         ("save_4k_tokens", lambda: copies.saves(min(pages, 64))),
         ("save_one_page", lambda: copies.saves(1)),
         ("pinning", lambda: copies.pinning(min(pages, 512))),

@@ -1,8 +1,8 @@
 """Layers of a load that have been queued on the device: the forward's stream waits for them, its thread does not.
 
 UPSTREAM: LayerWiseLoadCounter. A pool calls `wait_until(layer)` when a layer is read. There the thread waits until the
-layer's copies are queued, whatever the device is at (the load thread queues neighbouring host pages within milliseconds;
-scattered ones take it as long as their copies), and its current stream waits until they have been done.
+layer's copies are queued, whatever the device is at (`cuda_loads` bounds how long that takes), and its current stream
+waits until they have been done.
 
 Order. `finish` is called on the scheduler's thread as soon as the batch is launched, and must not wait for the device: it
 returns while copies are under way. That is safe because the batch's forward is behind the whole load on the device:

@@ -91,11 +91,25 @@ class Group:
     width: int
 
 
-def groups(layers: Sequence[Sequence[tuple[int, int]]], together: int) -> list[Group]:
-    """layers: for each layer its parts as (start within a page, bytes) → groups of `together` layers, in order."""
+def growing(count: int, first: int, most: int) -> list[range]:
+    """0 … count − 1 in ranges: `first` of them, then as many again as there were before, up to `most` or `first`.
+
+    A forward reads a range while the next one is copied. Where that takes no longer a layer than the forward, all it
+    waits for is the first, and fewer than `most`.
+    """
+    found: list[range] = []
+    start = 0
+    while start < count:
+        end = min(count, start + max(first, min(start, most)))
+        found.append(range(start, end))
+        start = end
+    return found
+
+
+def groups(layers: Sequence[Sequence[tuple[int, int]]], first: int, most: int) -> list[Group]:
+    """layers: for each layer its parts as (start within a page, bytes) → groups of layers, `growing`."""
     found: list[Group] = []
-    for first in range(0, len(layers), together):
-        numbers = range(first, min(first + together, len(layers)))
+    for numbers in growing(len(layers), first, most):
         parts = sorted(part for layer in numbers for part in layers[layer])
         spans: list[Span] = []
         width = 0
@@ -121,7 +135,7 @@ def groups(layers: Sequence[Sequence[tuple[int, int]]], together: int) -> list[G
 def layers_together(
     layers: int, layer_bytes: int, pages: int, run_count: int, *, step: int, call: int
 ) -> int:
-    """How many layers a step of a load takes, a power of two or all of them.
+    """How many layers the first step of a load takes, a power of two or all of them.
 
     Few enough that the forward waits for little before its first layer; enough that a step moves `step` bytes and a
     single copy `call` bytes where the load has so many: below that its fixed cost shows.

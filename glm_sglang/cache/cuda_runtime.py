@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from glm_kernels.page_copy import CopyTable, Rows, gather, scatter
+from glm_kernels.page_copy import CopyTable, Rows, gather, pull, scatter
 
 from glm_sglang.cache.slots import numbers_on_device
 from glm_sglang.errors import UsageError
@@ -83,6 +83,12 @@ class Runtime(Protocol):
 
     def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
         """Staging → pool."""
+
+    def reads_host(self) -> bool:
+        """Whether kernels can read pinned memory by the host's own addresses."""
+
+    def pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, stream: Stream) -> None:
+        """Pinned host pages at these addresses → pool."""
 
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Stream) -> None:
         """Between device and pinned host memory."""
@@ -179,6 +185,18 @@ class CudaRuntime:
     def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
         with self._cuda.stream(stream):
             scatter(table, pages, staging)
+
+    def reads_host(self) -> bool:
+        # What cudaHostAlloc gives is read so anyway; what cudaHostRegister has pinned, where the device says so.
+        attribute = self._bindings.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
+        error, value = self._bindings.cudaDeviceGetAttribute(attribute, self.device.index or 0)
+        if error.value:
+            raise RuntimeError(f"cudaDeviceGetAttribute: {error.name}")
+        return bool(value)
+
+    def pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, stream: Stream) -> None:
+        with self._cuda.stream(stream):
+            pull(table, hosts, pages)
 
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Any) -> None:
         kind = self._kinds[to_host]

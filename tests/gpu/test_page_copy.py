@@ -23,10 +23,11 @@ from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages, device_pages
 from tests.unit.page_copy.layouts import CASES, PAGES, Case, pool
-from tests.unit.page_copy.pages_on_sim import HEADER, SLOT, Slot, shuffled, slots_of
+from tests.unit.page_copy.pages_on_sim import COPIED, HEADER, SLOT, WAYS, Slot, shuffled, slots_of
 
 pytestmark = pytest.mark.gpu
 POOL = 40
+both_ways = pytest.mark.parametrize("most_calls", WAYS.values(), ids=WAYS)
 KINDS = {"fp8": (torch.float8_e4m3fn, 656), "bf16": (torch.bfloat16, 576)}
 LAYERS = 6
 OWNERS = (0, 1, 2, 5)  # of an indexer
@@ -158,22 +159,31 @@ def pinned(page_bytes: int, slots: int) -> list[Slot]:
     return [Slot(memory[slot * size + HEADER : slot * size + HEADER + page_bytes]) for slot in range(slots)]
 
 
-def small(pages: DevicePages) -> CudaPageCopier:
-    """Slots of three pages, steps of half a page, so that the ring turns and layers go apart."""
+def small(pages: DevicePages, most_calls: int = COPIED) -> CudaPageCopier:
+    """Slots of three pages, steps of half a page, so that the ring turns and layers go apart. Loads are copied, or
+    pulled.
+    """
     size = pages.layout.page_bytes
     return CudaPageCopier(
-        pages, CudaRuntime(pages.device), slots=2, slot_bytes=3 * size, step_bytes=size // 2, call_bytes=1
+        pages,
+        CudaRuntime(pages.device),
+        slots=2,
+        slot_bytes=3 * size,
+        step_bytes=size // 2,
+        call_bytes=1,
+        most_calls=most_calls,
     )
 
 
+@both_ways
 @pytest.mark.parametrize("host_order", ["neighbours", "scattered"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str) -> None:
+def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str, most_calls: int) -> None:
     sglang_pool = make_pool(kind)
     pages = device_pages(sglang_pool, 64)
     assert pages.layout.page_bytes == 64 * (LAYERS * (656 if kind == "fp8" else 1152) + len(OWNERS) * 132)
     truth = fill(pages, 1)
-    copier = small(pages)
+    copier = small(pages, most_calls)
     slots = pinned(pages.layout.page_bytes, POOL)
     of = [1 + number for number in shuffled(POOL - 1, 5)]
     host = (
@@ -189,15 +199,16 @@ def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str) 
     assert same(pages, truth, at, of)
 
 
+@both_ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
+def test_no_thread_waits_and_the_streams_do(kind: str, most_calls: int) -> None:
     """The forward writes late; the save that was queued before must read what it wrote, and the reader of a load must
     see each layer whole. Between, a wait for the device in our calls raises.
     """
     pages = device_pages(make_pool(kind), 64)
     truth = fill(pages, 3)
     parts = [part for layer in pages.layers for part in layer]
-    copier = small(pages)
+    copier = small(pages, most_calls)
     counter = StreamLayerCounter(LAYERS, copier)
     slots = pinned(pages.layout.page_bytes, 6)
     cuda: Any = torch.cuda
@@ -248,15 +259,16 @@ def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
         assert torch.equal(rows[of], was[of])
 
 
+@both_ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
+def test_a_launch_goes_on_while_its_load_is_under_way(kind: str, most_calls: int) -> None:
     """The batch before keeps the load from landing; two batches are launched over it, the second into the same slots, and
     then these are another's. Who reads and writes them comes in that order, whoever has gone on.
     """
     pages = device_pages(make_pool(kind), 64)
     truth = fill(pages, 6)
     parts = [part for layer in pages.layers for part in layer]
-    copier = small(pages)
+    copier = small(pages, most_calls)
     counter = StreamLayerCounter(LAYERS, copier)
     slots = pinned(pages.layout.page_bytes, 12)
     cuda: Any = torch.cuda
@@ -298,13 +310,14 @@ def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
     assert all(bool((part.rows == 7).all()) for part in parts)
 
 
-def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then() -> None:
+@both_ways
+def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then(most_calls: int) -> None:
     """As SGLang computes them: on a stream that waits for the forward before. Their owner lets them go at once, and the
     memory goes to what that stream allocates next.
     """
     pages = device_pages(make_pool("fp8"), 64)
     truth = fill(pages, 8)
-    copier = small(pages)
+    copier = small(pages, most_calls)
     host = pinned(pages.layout.page_bytes, 6)
     cuda: Any = torch.cuda
     forward, schedule = cuda.Stream(), cuda.Stream()
@@ -332,7 +345,8 @@ def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then
     assert same(pages, truth, at, of)
 
 
-def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured() -> None:
+@both_ways
+def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured(most_calls: int) -> None:
     from lmcache.v1.memory_management import MemoryFormat
 
     from glm_sglang.cache.cuda_pinned import CudaPinner, PinnedMemory
@@ -356,7 +370,9 @@ def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captu
     blocks = list(made.allocator.free_blocks)
     assert all(block.raw_data.is_pinned() for block in blocks)
     slots = [Slot(block.raw_data[HEADER : HEADER + pages.layout.page_bytes]) for block in blocks]
-    copier = CudaPageCopier(pages, CudaRuntime(pages.device), region_of=memory.region_of)
+    copier = CudaPageCopier(
+        pages, CudaRuntime(pages.device), region_of=memory.region_of, most_calls=most_calls
+    )
     of = [1 + number for number in shuffled(20, 2)]
     copier.save(of, slots)
     fill(pages, 5)

@@ -60,13 +60,11 @@ def pull(table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, *, programs
     hosts int64 [n], addresses of host pages that the device can read (pinned; on a CPU any), multiples of 16 where
     `table.aligned`; pages int64 [n]; both on the pool's device. Neither their values nor the host pages' sizes are
     looked at here. programs ≥ 1: how many run at once. On the current stream; waits for nothing. ValueError for shapes
-    that do not fit.
+    that do not fit. No pages are one program that does nothing: that compiles the kernel.
     """
     _check(table.device, hosts, pages)
-    if not pages.shape[0]:
-        return
     total = table.chunks * pages.shape[0]
-    _pull[(min(programs, total),)](
+    _pull[(max(1, min(programs, total)),)](
         table.lines,
         hosts,
         pages,

@@ -18,6 +18,8 @@ from tests.unit.page_copy.simulator import SimDevice
 HEADER = 128
 SLOT = 512
 TOKENS = 64
+COPIED, PULLED = 1 << 30, 0  # strided copies that a load may take
+WAYS = {"copied": COPIED, "pulled": PULLED}
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,19 @@ def host_pages(case: Case, slots: int) -> tuple[torch.Tensor, list[Slot]]:
     return memory, [Slot(memory[start : start + case.page_bytes]) for start in starts]
 
 
-def copier(pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int = 2) -> CudaPageCopier:
-    """Small slots, so that every load and save goes round the ring."""
+def copier(
+    pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int = 2, most_calls: int = COPIED
+) -> CudaPageCopier:
+    """Small slots, so that every load and save goes round the ring; loads are copied, or pulled."""
     size = pages.layout.page_bytes
     return CudaPageCopier(
-        pages, device, slots=slots, slot_bytes=block * size + 64, step_bytes=size // 2, call_bytes=1
+        pages,
+        device,
+        slots=slots,
+        slot_bytes=block * size + 64,
+        step_bytes=size // 2,
+        call_bytes=1,
+        most_calls=most_calls,
     )
 
 

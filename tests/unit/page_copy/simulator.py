@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from glm_kernels.page_copy import CopyTable, Rows, gather_reference, scatter_reference
+from glm_kernels.page_copy import CopyTable, Rows, gather_reference, pull_reference, scatter_reference
 
 from glm_sglang.cache.cuda_runtime import Strided
 from glm_sglang.cache.slots import numbers_on_device
@@ -150,6 +150,19 @@ class SimDevice:
 
     def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Any) -> None:
         stream.put(lambda: scatter_reference(table.rows, pages, staging))
+
+    def reads_host(self) -> bool:
+        return True
+
+    def pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, stream: Any) -> None:
+        if self.copies == self.break_copy_at:
+            raise RuntimeError("the copy engine says no")
+        self.copies += 1
+        stream.put(lambda: self._pull(table, hosts, pages))
+
+    def _pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor) -> None:
+        pull_reference(table.rows, hosts, pages)
+        self.moved += 1
 
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Any) -> None:
         for piece in pieces:

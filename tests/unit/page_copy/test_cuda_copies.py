@@ -9,11 +9,21 @@ import torch
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.device_pages import DevicePages
 from tests.unit.page_copy.layouts import PAGES, SMALL, Case, pool
-from tests.unit.page_copy.pages_on_sim import copier, device_pages, expected, host_pages, shuffled, slots_of
+from tests.unit.page_copy.pages_on_sim import (
+    WAYS,
+    Slot,
+    copier,
+    device_pages,
+    expected,
+    host_pages,
+    shuffled,
+    slots_of,
+)
 from tests.unit.page_copy.simulator import SimDevice
 
 FP8 = SMALL[1]
 SEEDS = range(12)
+both_ways = pytest.mark.parametrize("most_calls", WAYS.values(), ids=WAYS)
 POOL = 12
 
 
@@ -29,10 +39,13 @@ def equal(pages: DevicePages, case: Case, of: dict[int, int]) -> bool:
     return True
 
 
+@both_ways
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("which", PAGES)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_save_then_load_elsewhere_brings_back_every_byte(case: Case, which: str, seed: int) -> None:
+def test_save_then_load_elsewhere_brings_back_every_byte(
+    case: Case, which: str, seed: int, most_calls: int
+) -> None:
     device = SimDevice(seed)
     numbers = PAGES[which]
     memory, slots = host_pages(case, 12)
@@ -46,7 +59,7 @@ def test_save_then_load_elsewhere_brings_back_every_byte(case: Case, which: str,
     again = device_pages(case, POOL, empty=True)
     targets = [(number * 5 + 1) % POOL for number in numbers]
     layers: list[int] = []
-    copier(again, device).load([slots_of(targets)], into, layers.append)
+    copier(again, device, most_calls=most_calls).load([slots_of(targets)], into, layers.append)
     assert layers == list(range(case.layers))
     assert equal(again, case, dict(zip(targets, numbers, strict=True)))
 
@@ -80,13 +93,14 @@ def test_a_save_reads_what_the_forward_wrote_and_not_what_it_writes_next(seed: i
         assert np.array_equal(slot.tensor.numpy(), want)
 
 
+@both_ways
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int) -> None:
+def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int, most_calls: int) -> None:
     device = SimDevice(seed)
     _, slots = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3], slots[:3])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device)
+    ours = copier(pages, device, most_calls=most_calls)
     forward = device.stream(urgent=False)
     seen: list[bool] = []
     for _ in range(4):
@@ -99,16 +113,17 @@ def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int) -> N
     assert equal(pages, FP8, {1: 1, 2: 2, 3: 3})
 
 
+@both_ways
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_load_is_queued_before_its_slots_are_computed_and_copies_as_far_as_staging_reaches(
-    seed: int,
-) -> None:
-    """They lie behind the forward before, on the schedule stream. Nobody waits for them but the scatter."""
+def test_a_load_is_queued_before_its_slots_are_computed(seed: int, most_calls: int) -> None:
+    """They lie behind the forward before, on the schedule stream. Nobody waits for them but what writes the pages; copies
+    run ahead as far as staging reaches.
+    """
     device = SimDevice(seed)
     _, host = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], host[:5])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device, block=1, slots=2)
+    ours = copier(pages, device, block=1, most_calls=most_calls)
     forward = device.stream(urgent=False)
     device.stuck.add(forward)
     seen: list[bool] = []
@@ -126,7 +141,7 @@ def test_a_load_is_queued_before_its_slots_are_computed_and_copies_as_far_as_sta
     assert device.host_waits == waited
     assert layers == list(range(FP8.layers))
     device.run_what_can()
-    assert device.moved > moved
+    assert (device.moved > moved) == (most_calls > 0)
     assert (seen, equal(pages, FP8, {})) == ([], True)
     device.stuck.clear()
     end()
@@ -134,13 +149,16 @@ def test_a_load_is_queued_before_its_slots_are_computed_and_copies_as_far_as_sta
     assert equal(pages, FP8, {7: 1, 3: 2, 11: 3, 1: 4, 4: 5})
 
 
+@both_ways
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_nothing(seed: int) -> None:
+def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_nothing(
+    seed: int, most_calls: int
+) -> None:
     device = SimDevice(seed)
     _, slots = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], slots[:5])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device)
+    ours = copier(pages, device, most_calls=most_calls)
     counter = StreamLayerCounter(FP8.layers, ours)
     truth = pool(FP8, POOL)
     by_start = {row.start: row.pool for row in truth}
@@ -171,13 +189,15 @@ def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_n
     assert read == [(layer, True) for layer in range(FP8.layers)]
 
 
-@pytest.mark.parametrize("fail_at", range(4))
-def test_a_load_that_fails_raises_only_when_nothing_is_under_way(fail_at: int) -> None:
+@pytest.mark.parametrize(
+    ("fail_at", "most_calls"), [*((at, WAYS["copied"]) for at in range(4)), *((at, 0) for at in range(2))]
+)
+def test_a_load_that_fails_raises_only_when_nothing_is_under_way(fail_at: int, most_calls: int) -> None:
     device = SimDevice(fail_at)
     _, slots = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], slots[:5])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device)
+    ours = copier(pages, device, most_calls=most_calls)
     counter = StreamLayerCounter(FP8.layers, ours)
     index = counter.update_producer()
     counter.set_consumer(index)
@@ -222,6 +242,40 @@ def test_neighbouring_host_pages_are_saved_by_one_copy_a_block() -> None:
     _, slots = host_pages(FP8, 8)
     ours.save(range(1, 9), slots)
     assert device.copies == 2
+
+
+def queued_by_a_load(host: list[Slot], **more: int) -> int:
+    """Copies and pulls of a load of these host pages."""
+    device = SimDevice(1)
+    copier(device_pages(FP8, POOL), device, block=4, **more).load(
+        [slots_of(range(1, 1 + len(host)))], host, lambda layer: None
+    )
+    return device.copies
+
+
+def test_pages_that_lie_so_scattered_that_they_took_too_many_copies_are_pulled() -> None:
+    """Three layers, one at a time: a copy a run for the main KV of each, and one for the index keys of two of them."""
+    _, slots = host_pages(FP8, 12)
+    apart = [
+        slots[i] for i in (0, 1, 3, 7)
+    ]  # two neighbours, two others: at three distances, so two runs of two
+    calls = queued_by_a_load(apart, most_calls=100)
+    assert calls == 2 * (3 + 2)
+    assert queued_by_a_load(apart, most_calls=calls) == calls
+    assert queued_by_a_load(apart, most_calls=calls - 1) == 3
+    assert queued_by_a_load(slots[:4], most_calls=calls - 1) == 1 * (3 + 2)
+
+
+def test_host_pages_that_a_pull_cannot_read_are_copied() -> None:
+    """Their addresses are no multiples of 16, or the device has others for them."""
+    memory, slots = host_pages(FP8, 6)
+    odd = [Slot(memory[8 + 512 * n :][: FP8.page_bytes]) for n in (0, 31, 93)]
+    assert queued_by_a_load(odd, most_calls=0) > 2
+    device = SimDevice(1)
+    device.reads_host = lambda: False  # type: ignore[method-assign]
+    ours = copier(device_pages(FP8, POOL), device, most_calls=0)
+    ours.load([slots_of([1, 2, 3])], slots[:3], lambda layer: None)
+    assert device.copies > 2
 
 
 def test_warming_up_changes_no_byte() -> None:

@@ -46,12 +46,18 @@ def layout(
     return parts
 
 
-@given(st.integers(1, 20), st.sets(st.integers(0, 19)), st.integers(1, 20), st.sampled_from([656, 100]))
+@given(
+    st.integers(1, 20),
+    st.sets(st.integers(0, 19)),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.sampled_from([656, 100]),
+)
 def test_groups_hold_every_byte_of_every_layer_once(
-    layers: int, owners: set[int], together: int, main: int
+    layers: int, owners: set[int], first: int, most: int, main: int
 ) -> None:
     parts = layout(layers, {owner for owner in owners if owner < layers}, main, 132)
-    groups = cuda_plan.groups(parts, together)
+    groups = cuda_plan.groups(parts, first, most)
     assert [layer for group in groups for layer in group.layers] == list(range(layers))
     for group in groups:
         source = {}  # byte of a staged page -> byte of a host page
@@ -70,9 +76,31 @@ def test_groups_hold_every_byte_of_every_layer_once(
 
 
 def test_main_kv_of_a_group_is_one_copy_and_its_index_keys_another() -> None:
-    groups = cuda_plan.groups(layout(8, {0, 1, 2, 6}), 4)
+    groups = cuda_plan.groups(layout(8, {0, 1, 2, 6}), 4, 4)
     assert [len(group.spans) for group in groups] == [2, 2]
     assert groups[0].width == 4 * 41984 + 3 * 8448
+
+
+def test_groups_double_as_far_as_they_may() -> None:
+    def sizes(first: int, most: int) -> list[int]:
+        return [len(part) for part in cuda_plan.growing(78, first, most)]
+
+    assert sizes(1, 4) == [1, 1, 2, *[4] * 18, 2]
+    assert sizes(2, 4) == [2, 2, *[4] * 18, 2]
+    assert sizes(8, 4) == [*[8] * 9, 6]
+    assert sizes(78, 4) == [78]
+
+
+@given(st.integers(1, 90), st.integers(1, 16), st.integers(1, 16), st.floats(1.0, 3.0))
+def test_a_forward_that_takes_no_less_than_the_copy_waits_for_the_first_group_and_fewer_layers_than_the_largest(
+    layers: int, first: int, most: int, slower: float
+) -> None:
+    """A layer of the copy takes 1, of the forward `slower`. What it waits for is by when it would have ended else."""
+    now = copied = 0.0
+    for group in cuda_plan.growing(layers, first, most):
+        copied += len(group)
+        now = max(now, copied) + slower * len(group)
+    assert now - slower * layers <= first + max(0, most - 1) + 1e-9
 
 
 @given(st.integers(1, 100), st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 1 << 20))

@@ -18,14 +18,15 @@ from tests.unit.cache import memory_store
 from tests.unit.cache import tree as trees
 from tests.unit.cache.conftest import context, make_tree  # noqa: F401
 from tests.unit.cache.tree import PAGE, Tree, expected_page
+from tests.unit.page_copy.pages_on_sim import WAYS
 from tests.unit.page_copy.simulator import SimDevice
 
 MakeTree = Callable[..., Tree]
 
 
-@pytest.fixture
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
-    """Trees made after `on_sim(seed)` have their copies on the device that it gives."""
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def on_sim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
+    """Trees made after `on_sim(seed)` have their copies on the device that it gives; loads are copied, or pulled."""
 
     def use(seed: int) -> SimDevice:
         device = SimDevice(seed)
@@ -33,7 +34,13 @@ def on_sim(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
         def copier(pages: Any) -> CudaPageCopier:
             size = pages.layout.page_bytes
             return CudaPageCopier(
-                pages, device, slots=2, slot_bytes=2 * size, step_bytes=size // 2, call_bytes=1
+                pages,
+                device,
+                slots=2,
+                slot_bytes=2 * size,
+                step_bytes=size // 2,
+                call_bytes=1,
+                most_calls=request.param,
             )
 
         def parts(**fields: Any) -> Parts:
@@ -145,7 +152,7 @@ def test_a_load_whose_copy_fails_aborts_its_request_with_nothing_under_way(
     req = tree.request([*tokens, 7])
     tree.match(req)
     tree.load(req)
-    device.break_copy_at = device.copies + 2
+    device.break_copy_at = device.copies + 1
     tree.cache.linker.start_layer_wise_loading()
     assert tree.cache.linker.finish_loads() == [req.rid]
     tree.linker._loads.quiesce()

@@ -52,14 +52,15 @@ class Overlap:
 
     def stop_before(self, layer: int) -> None:
         """The load's kernels stop before this layer, of every load from now on, until `go_on`."""
-        original = self.copier._load_block
+        loads = self.copier.loads
+        original = loads._queue
 
-        def load_block(group: Any, table: Any, block: Any) -> None:
-            if layer in group.layers:
-                self.copier._scatter.wait_event(self._gate)
-            original(group, table, block)
+        def queue(load: Any, step: Any) -> None:
+            if layer in step.group.layers:
+                loads.stream.wait_event(self._gate)
+            original(load, step)
 
-        self.copier._load_block = load_block
+        loads._queue = queue
 
     def go_on(self) -> None:
         self.device.stuck.clear()

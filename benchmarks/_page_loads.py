@@ -1,0 +1,197 @@
+"""Loads by themselves: how long they take, how long the host queues them, what they cost a forward over them."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from glm_kernels.page_copy import pull
+
+from benchmarks._page_memory import LAYERS, HostPage, device_seconds, rate, seconds, shuffled, slots_of
+from glm_sglang.cache.cuda_copies import CudaPageCopier
+from glm_sglang.cache.cuda_layers import StreamLayerCounter
+from glm_sglang.cache.cuda_runtime import CudaRuntime
+from glm_sglang.cache.device_pages import DevicePages
+
+
+class Memory(Protocol):
+    """`_page_copies.Copies`."""
+
+    device: DevicePages
+    page_bytes: int
+    host: list[HostPage]
+    runtime: CudaRuntime
+    copier: CudaPageCopier
+
+    def scattered(self, count: int) -> list[HostPage]: ...
+
+
+class Loads:
+    """Of the copier as it chooses, and each way whatever it would choose."""
+
+    def __init__(self, copies: Memory) -> None:
+        self._copies = copies
+        self._ways = {
+            way: CudaPageCopier(copies.device, copies.runtime, most_calls=most)
+            for way, most in (("copied", 1 << 30), ("pulled", 0))
+        }
+
+    def load(self, count: int, forward_ms: Sequence[float]) -> dict[str, Any]:
+        """A load of `count` pages alone, and under forwards of 78 layers that take `forward_ms` by themselves.
+
+        Exposed: what the forward takes longer with the load under it, than without.
+        """
+        size = count * self._copies.page_bytes
+        slots = [slots_of(shuffled(count))]
+        host = self._copies.host[:count]
+        apart = self._copies.scattered(count)
+        taken = seconds(lambda: self._copies.copier.load(slots, host, _ignore))
+        scattered = seconds(lambda: self._copies.copier.load(slots, apart, _ignore))
+        queued = {
+            f"{way}_{where}": self._queueing(copier, slots, pages)
+            for way, copier in self._ways.items()
+            for where, pages in (("neighbours", host), ("scattered", apart))
+        }
+        result: dict[str, Any] = {
+            "pages": count,
+            "gigabytes": round(size / 1e9, 3),
+            "load_ms": round(taken * 1e3, 2),
+            "load_gb_s": rate(size, taken),
+            "load_scattered_gb_s": rate(size, scattered),
+            "queued": queued,
+        }
+        for wanted in forward_ms:
+            forward = Forward(wanted)
+            without = seconds(lambda forward=forward: forward.run(None))  # type: ignore[misc]
+            name = f"under_a_forward_of_{wanted:.0f}_ms"
+            result[name] = self._exposed(self._copies.copier, forward, without, slots, host, taken)
+            for way, copier in self._ways.items():
+                result[f"{way}_scattered_{name}"] = self._exposed(
+                    copier, forward, without, slots, apart, taken
+                )
+        return result
+
+    def _queueing(
+        self, copier: CudaPageCopier, slots: Sequence[torch.Tensor], host: Sequence[HostPage]
+    ) -> dict[str, float]:
+        """What a launch waits for where nothing else delays the load's thread, and the rate of the load."""
+        queueing: list[float] = []
+
+        def work() -> None:
+            began = time.perf_counter()
+            end = copier.start_load(slots, host, _ignore)
+            queueing.append(time.perf_counter() - began)
+            end()
+
+        taken = seconds(work)
+        return {
+            "queueing_ms": round(statistics.median(queueing[1:]) * 1e3, 3),
+            "gb_s": rate(len(host) * self._copies.page_bytes, taken),
+        }
+
+    def _exposed(
+        self,
+        copier: CudaPageCopier,
+        forward: Forward,
+        without: float,
+        slots: Sequence[torch.Tensor],
+        host: Sequence[HostPage],
+        copy: float,
+    ) -> dict[str, float]:
+        """A load under a forward that takes `without` seconds alone; copy: of the same load's pages, alone."""
+        waits: list[tuple[float, float]] = []
+        under = seconds(lambda: self._forward_over_load(copier, forward, slots, host, waits))
+        launch, finish = (statistics.median(times) for times in zip(*waits[1:], strict=True))
+        return {
+            "forward_alone_ms": round(without * 1e3, 2),
+            "forward_over_load_ms": round(under * 1e3, 2),
+            "exposed_ms": round((under - without) * 1e3, 2),
+            "exposed_share_of_copy": round((under - without) / copy, 4),
+            "launch_waits_ms": round(launch * 1e3, 3),
+            "finish_ms": round(finish * 1e3, 3),
+        }
+
+    def _forward_over_load(
+        self,
+        copier: CudaPageCopier,
+        forward: Forward,
+        slots: Sequence[torch.Tensor],
+        host: Sequence[HostPage],
+        waits: list[tuple[float, float]],
+    ) -> None:
+        """waits gets the seconds that the launching thread waited for layers to be queued, and those of `finish`."""
+        counter = StreamLayerCounter(LAYERS, copier)
+        waited = [0.0]
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            began = time.perf_counter()
+            yield
+            waited[0] += time.perf_counter() - began
+
+        counter.waiting = waiting
+        index = counter.update_producer()
+        counter.set_consumer(index)
+        ready = copier.free(torch.cuda.current_stream())
+
+        def load() -> None:
+            ready()
+            copier.load(slots, host, lambda layer: counter.complete(index, layer))
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        forward.launch(counter.wait_until)
+        began = time.perf_counter()
+        assert counter.finish(index)
+        waits.append((waited[0], time.perf_counter() - began))
+        torch.cuda.synchronize()
+        thread.join()
+
+    def pulls(self, count: int) -> dict[str, float]:
+        """One launch that pulls all layers of `count` scattered host pages, by how many programs: GB/s over the bus."""
+        hosts = torch.tensor([page.address for page in self._copies.scattered(count)], device="cuda")
+        numbers = torch.tensor(shuffled(count), device="cuda")
+        table = self._copies.copier._whole
+        return {
+            f"{programs}_programs_gb_s": rate(
+                count * self._copies.page_bytes,
+                device_seconds(lambda p=programs: pull(table, hosts, numbers, programs=p)),  # type: ignore[misc]
+            )
+            for programs in (4, 8, 16, 32, 64, 128)
+        }
+
+
+class Forward:
+    """78 layers of matrix products, which keep the SMs and the memory of the device as busy as a forward does."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self._a = torch.randn(4096, 6144, dtype=torch.bfloat16, device="cuda")
+        self._b = torch.randn(6144, 6144, dtype=torch.bfloat16, device="cuda")
+        self._out = torch.empty(4096, 6144, dtype=torch.bfloat16, device="cuda")
+        once = device_seconds(self._product)
+        self._products = max(1, round(milliseconds / 1e3 / LAYERS / once))
+
+    def _product(self) -> None:
+        torch.mm(self._a, self._b, out=self._out)
+
+    def run(self, wait_for_layer: Callable[[int], None] | None) -> None:
+        """One forward; returns when it has ended."""
+        self.launch(wait_for_layer)
+        torch.cuda.synchronize()
+
+    def launch(self, wait_for_layer: Callable[[int], None] | None) -> None:
+        """One forward; returns when it is queued."""
+        for layer in range(LAYERS):
+            if wait_for_layer is not None:
+                wait_for_layer(layer)
+            for _ in range(self._products):
+                self._product()
+
+
+def _ignore(layer: int) -> None:
+    """A layer that nobody waits for."""
