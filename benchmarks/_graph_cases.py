@@ -34,7 +34,7 @@ class Setting:
     @property
     def rules(self) -> Rules:
         """With the buckets that the planner makes for this chunk."""
-        return Rules(plan=plan(self.chunk), chunk=self.chunk, limit=self.limit)
+        return Rules(plan=plan(self.chunk, dense=self.limit), chunk=self.chunk, limit=self.limit)
 
     @property
     def room(self) -> int:

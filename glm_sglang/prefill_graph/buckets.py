@@ -76,19 +76,23 @@ def local_rows(tokens: int, cp_size: int) -> int:
     return math.ceil(math.ceil(tokens / cp_size) / cp_size) * cp_size if cp_size > 1 else tokens
 
 
-def plan(largest: int, *, cp_size: int = 1, memory: Memory | None = None) -> Plan:
+def plan(largest: int, *, cp_size: int = 1, memory: Memory | None = None, dense: int = 0) -> Plan:
     """Buckets for steps of 1 to `largest` tokens.
 
     The largest bucket is `largest` rounded up to the unit. Where memory does not suffice the largest buckets go
-    first: a large step gains least from a graph and holds most. Raises ValueError for sizes below 1.
+    first: a large step gains least from a graph and holds most. dense: tokens of the largest bucket that may have a
+    dense graph (`dense.py`), 0 for none; there is a bucket of so many whole tiles, or steps just below it would replay a
+    larger bucket, which has none. Raises ValueError for sizes below 1.
     """
     if largest < 1 or cp_size < 1:
         raise ValueError(f"largest is {largest} and cp_size {cp_size}; both must be at least 1")
     memory = memory or Memory()
     step = unit(cp_size)
     chosen = [_up(largest, step)]
+    dense -= dense % step
     while chosen[-1] > step:
-        chosen.append(_next_below(chosen[-1], step))
+        below = _next_below(chosen[-1], step)
+        chosen.append(dense if below < dense < chosen[-1] else below)
     few = {math.lcm(rows, cp_size) * cp_size for rows in FEW_ROWS}
     ascending = sorted({*chosen, *(bucket for bucket in few if bucket < min(step, largest))})
     wanted = ascending[-1]

@@ -59,8 +59,13 @@ def _change(server_args: Any, config: Any, **fields: Any) -> None:
 
 
 def _plan(server_args: Any, config: Any, memory: buckets.Memory | None = None) -> buckets.Plan:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
     largest = buckets.chunk(config.chunked_prefill_size, config.max_prefill_tokens, [config.max_total_tokens])
-    return buckets.plan(largest, cp_size=cp_size(config), memory=memory or _memory(server_args, config))
+    memory = memory or _memory(server_args, config)
+    # Under CP no graph is dense.
+    dense = int(model_config_of(server_args).hf_config.index_topk) if cp_size(config) == 1 else 0
+    return buckets.plan(largest, cp_size=cp_size(config), memory=memory, dense=dense)
 
 
 def _memory(server_args: Any, config: Any) -> buckets.Memory:

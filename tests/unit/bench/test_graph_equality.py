@@ -71,7 +71,7 @@ def test_constants_are_those_of_the_product_and_of_sglang() -> None:
     ("step", "eager", "graph"),
     [
         ((Request(1920),), DENSE, DENSE),
-        ((Request(2048),), DENSE, SPARSE),  # in a bucket of 2,112, which has no dense graph
+        ((Request(2048),), DENSE, DENSE),
         ((Request(2049),), SPARSE, SPARSE),
         ((Request(100, 1024),), DENSE, SPARSE),  # a cached prefix: eager expands its keys, a graph cannot
         ((Request(100, 2048),), SPARSE, SPARSE),
@@ -392,6 +392,6 @@ def test_an_eager_step_of_the_graph_arm_is_no_graph() -> None:
 
 
 def test_the_plan_of_the_run_is_the_planners() -> None:
-    assert RULES.plan == plan(GPU.chunk)
+    assert RULES.plan == plan(GPU.chunk, dense=2048)
     assert GPU.room + pages(RULES.plan.bucket(GPU.room) - GPU.room) <= GPU.chunk  # type: ignore[operator]
     assert _graph_asks.TOP > 2

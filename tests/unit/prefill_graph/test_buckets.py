@@ -107,6 +107,24 @@ def test_memory_is_bounded_and_more_of_it_never_covers_less(
     assert planned.wanted == plan(largest, cp_size=cp).covers
 
 
+@given(largest=LARGEST, dense=st.integers(1, 4096), data=st.data())
+def test_a_step_that_may_be_dense_replays_a_bucket_that_may_be_dense(
+    largest: int, dense: int, data: st.DataObject
+) -> None:
+    planned = plan(largest, dense=dense)
+    tiles = dense // 64 * 64
+    tokens = data.draw(st.integers(1, max(1, min(largest, tiles))))
+    bucket = planned.bucket(tokens)
+    assert bucket is not None
+    assert bucket <= dense or tiles < tokens or largest < tiles
+
+
+def test_prompts_just_below_the_indexers_top_k_are_dense_at_the_default_chunk() -> None:
+    assert plan(8192).bucket(2000) == 2112
+    assert plan(8192, dense=2048).bucket(2000) == 2048
+    assert len(plan(8192, dense=2048).buckets) <= len(plan(8192).buckets) + 1
+
+
 def test_without_memory_nothing_is_captured() -> None:
     planned = plan(16384, memory=Memory(row_peak=10, limit=5))
     assert planned.buckets == ()

@@ -124,7 +124,7 @@ def test_buckets_reach_the_chunk(chosen: Any) -> None:
     chosen(mode="auto")
     arguments = Arguments()
     resolution.set_buckets(arguments, nothing)
-    assert arguments.prefill.bs == list(buckets.plan(16384).buckets)
+    assert arguments.prefill.bs == list(buckets.plan(16384, dense=2048).buckets)
     assert arguments.prefill.max_bs == 16384
 
 
@@ -294,7 +294,7 @@ def test_where_breaks_own_nothing_buckets_reach_the_chunk(
     chosen(capability=capability, mode="auto")
     arguments = tensor_parallel(given)
     resolve(arguments, **later)
-    assert arguments.prefill.bs == list(buckets.plan(16384).buckets)
+    assert arguments.prefill.bs == list(buckets.plan(16384, dense=2048).buckets)
     assert "run eagerly" not in caplog.text
 
 
