@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
@@ -200,3 +201,22 @@ def test_every_method_is_judged_under_every_noise(monkeypatch: pytest.MonkeyPatc
     assert (found["verdicts"], found["rounds"]) == (1, 6)
     assert len(found["noises"]) == 12
     assert all(set(one) == set(rivals.METHODS) for one in found["noises"].values())
+
+
+def test_the_command_prints_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(coverage, "RUNS", ((1, 2, 6),))
+    monkeypatch.setattr(coverage, "equal_trial", lambda seed, folder: rows(seed))
+    words = ["coverage", "--trials", "4", "--simulated", "20", "--records", str(tmp_path), "--json"]
+    monkeypatch.setattr("sys.argv", words)
+    assert coverage.main() == 0
+    result = orjson.loads(capsys.readouterr().out)
+    assert result["question"] == "ab_coverage"
+    # Clopper and Pearson's interval of four of four.
+    assert (result["real"]["right"], result["real"]["share_low"], result["real"]["share_high"]) == (
+        4,
+        round(0.025 ** (1 / 4), 4),
+        1.0,
+    )
+    assert [one["asked_before"] for one in result["real"]["order"]] == [0, 1, 2]
