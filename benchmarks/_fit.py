@@ -141,8 +141,10 @@ def waves(needs: Mapping[str, int], room: int, at_once: int = 0) -> list[list[st
     return found
 
 
-def free_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """Free memory of the first visible GPU, by NVML, less what is spared; 0 where there is none to ask."""
+def gpu_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """Memory of the first visible GPU, by NVML, less what is spared; 0 where there is none to ask. All of it, not what is
+    free: kernels may be compiling on it that have ended when servers load.
+    """
     if not platform_choice.visible_devices(environ):
         return 0
     import pynvml  # type: ignore[import-untyped]
@@ -152,7 +154,7 @@ def free_bytes(environ: Mapping[str, str] = os.environ) -> int:
     try:
         by = pynvml.nvmlDeviceGetHandleByIndex if first.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
         handle = by(int(first) if first.isdecimal() else first)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) - SPARE
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) - SPARE
     finally:
         pynvml.nvmlShutdown()
 
@@ -170,10 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--step", type=int, required=True, help="rows of its largest step")
     p.add_argument("--buckets", type=counts, default=(), help="of its prefill graphs, separated by commas")
     p.add_argument("--servers", type=int, default=1, help="up at the same time (default %(default)s)")
-    p.add_argument("--gpu-gib", type=float, help="what the GPU has (default: what is free on the first one)")
+    p.add_argument("--gpu-gib", type=float, help="what the GPU has (default: the first one's, by NVML)")
     args = p.parse_args(argv)
     one = need(orjson.loads(args.config.read_bytes()), args.tokens, args.step, args.buckets)
-    room = int(args.gpu_gib * GIB) - SPARE if args.gpu_gib else free_bytes()
+    room = int(args.gpu_gib * GIB) - SPARE if args.gpu_gib else gpu_bytes()
     print(f"each of {args.servers} servers takes, in GiB: {one.gib()}", flush=True)
     try:
         if room:

@@ -4,14 +4,17 @@
 #   benchmarks/ablation_h200.sh [--dry-run]
 #
 #   cold_2048  prompts that are new, each one step of 2,048 rows on each GPU of prefill
-#   cold_long  prompts that are new, as long as the GPU's KV holds (64k)
-#   two_turn   six chats of 16k tokens; the KV holds four, so all first turns are gone when the second ones come
+#   cold_long  prompts that are new, as long as the GPU's KV holds (LONG, 64k)
+#   two_turn   six chats of a quarter of that; the KV holds four, so all first turns are gone when the second ones come
 #
 # GPUS=2: prefill CP2 and EP2 over both, decode on the second one beside it, one for all arms. PREFILL=1: prefill on the first GPU
 # alone (then MegaMoE has nobody to exchange with, and its row says so). GPUS=1: one server, no decode. REFERENCE=1: in miniature,
 # on a CPU.
 #
 # LIMIT=480  LAYERS=6  EXPERTS=32 a GPU of prefill  ROUNDS=6  OUT=folder, else benchmarks/results/MACHINE  SCRATCH=/tmp/ablation_h200
+# ARMS="none graphs cache all", those beside stock (each that can be)  WEIGHTS=random|dummy (dummy: none on disk, and with more
+# than 8 experts not what routing would do)  LONG=65536 tokens  LONGS=2 of them a round  QUEUE=32 prompts of one step a round
+# The model at its own depth on one GPU: GPUS=1 LAYERS=78 EXPERTS=8 WEIGHTS=dummy ARMS=all LONG=24576 LONGS=1 QUEUE=16
 # STOCK_PATH=folder that stock's prefill finds first (its sgl-deep-gemm)  OWN_FLAGS  GRAPHS=auto|strict  PYTHON=python3
 # STOCK_FLAGS=instead of what stock's prefill gets besides: of PREFILL=2 the parallel flags, else SGLang's prefill graphs
 # STACK_ENV=file: sourced first, where the Python packages are not installed but unpacked somewhere.
@@ -39,6 +42,11 @@ case $GPUS/$prefill in
   1/1 | 2/1 | 2/2) ;;
   *) echo "$me: GPUS is $GPUS and PREFILL $prefill, allowed: GPUS 1 or 2, PREFILL 1 to GPUS" >&2; exit 2 ;;
 esac
+weights=${WEIGHTS:-random}
+case $weights in
+  random | dummy) ;;
+  *) echo "$me: WEIGHTS is $weights, allowed: random, dummy" >&2; exit 2 ;;
+esac
 python=${PYTHON:-python3}
 scratch=${SCRATCH:-/tmp/ablation_h200}
 kept=benchmarks/results/${MACHINE:-$([ "$GPUS" -eq 1 ] && echo h200 || echo "h200x$GPUS")}
@@ -47,23 +55,31 @@ to=${OUT:-$kept}
 # A text and its question and roles are at most 80 tokens longer than --lengths says: a prompt stays within its steps.
 room=80
 if [ -z "$reference" ]; then
-  platform=gpu; step=$((2048 * prefill)); long=65536; turn=16384; sessions=6; queue=32; held=69632
+  platform=gpu; step=$((2048 * prefill)); long=${LONG:-65536}; longs=${LONGS:-2}; queue=${QUEUE:-32}
+  if [ "$long" -lt 20480 ]; then
+    echo "$me: LONG is $long; it must be at least 20480, or the KV keeps the first turns" >&2; exit 2
+  fi
+  turn=$((long / 4)); sessions=6; held=$((long + 4096)); layers=${LAYERS:-6}; experts=${EXPERTS:-$((32 * prefill))}
   model=$scratch/models/wide
+  # The chats twice over, of 1,185 bytes a token and layer (BF16 latent, index keys in every fourth); 4 GiB at least.
+  pool=$(((2 * sessions * (turn + 256) * layers * 1185 >> 30) + 1)); pool=$((pool > 4 ? pool : 4))
   # Servers share the GPUs: tokens bound the KV, the fraction leaves room for what the others take.
   common="--page-size 64 --mem-fraction-static 0.9 --sampling-backend pytorch --watchdog-timeout 400 --skip-server-warmup"
   common+=" --disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion --cuda-graph-backend-decode disabled"
   common+=" --max-running-requests 16 --sleep-on-idle --enable-metrics --enable-cache-report"
+  [ "$weights" = random ] || common+=" --load-format dummy"
   flags="$common --max-total-tokens $held --max-prefill-tokens $step --prefill-max-requests 1"
   decode="$common --max-total-tokens $((4 * held))"
-  own="--glm-cache-pool-gb 4 --glm-prefill-graph-buckets 512,$step"
+  own="--glm-cache-pool-gb $pool --glm-prefill-graph-buckets 512,$step"
   # The same buckets as ours has. Under prefill CP with EP stock has no graphs.
   stock="--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 512 $step"
 else
-  platform=cpu; step=512; long=1024; turn=384; sessions=6; queue=2; held=1280
+  platform=cpu; step=512; long=1024; turn=384; sessions=6; queue=2; longs=2; held=1280
   model=$scratch/models/tiny
   common="--dtype float32 --enable-cache-report --skip-server-warmup --sleep-on-idle"
   flags="$common --max-total-tokens $held"; decode="$common"; own="--glm-cache-pool-gb 1"; stock=
 fi
+read -ra named <<< "${ARMS:-}"
 arms=(--graphs "${GRAPHS:-auto}")
 if [ "$prefill" -eq 2 ]; then
   cp="--tp-size 2 --ep-size 2 --enable-prefill-cp --cp-strategy interleave --attn-cp-size 2"
@@ -79,6 +95,7 @@ if [ "$GPUS" -eq 2 ]; then
   layout=(--layout pair --share-decode "--decode-flags=$decode")
   [ -n "$reference" ] || layout+=(--prefill-devices "$([ "$prefill" -eq 2 ] && echo 0,1 || echo 0)" --decode-devices 1)
 fi
+[ ${#named[@]} -eq 0 ] || arms+=(--arms "${named[@]}")
 [ -z "${STOCK_PATH:-}" ] || arms+=(--stock-path "$STOCK_PATH")
 
 left() { # left SECONDS: what remains of the limit less these, one at least
@@ -91,9 +108,18 @@ write_model() {
   if [ -n "$reference" ]; then
     limited "$(left 30)" "$python" -m glm_sglang.tiny_model "$model" --dtype fp8
   else
-    limited "$(left 30)" "$python" -m benchmarks.moe_server --parts checkpoint --layers "${LAYERS:-6}" \
-      --experts "${EXPERTS:-$((32 * prefill))}" --checkpoints "$scratch/models"
+    local bare=()
+    [ "$weights" = random ] || bare=(--no-weights)
+    limited "$(left 30)" "$python" -m benchmarks.moe_server --parts checkpoint --layers "$layers" --experts "$experts" \
+      "${bare[@]}" --checkpoints "$scratch/models"
   fi
+}
+
+fit() { # before any server starts; a pair's are tested by their sizes
+  if [ -n "$reference" ] || [ "$GPUS" -ne 1 ]; then return 0; fi
+  # Without ARMS: none, graphs, cache and all.
+  limited 30 "$python" -m benchmarks._fit --config "$model/config.json" --tokens $held --step $step --buckets 512,$step \
+    --servers $((1 + (${#named[@]} ? ${#named[@]} : 4)))
 }
 
 ablation() {
@@ -103,7 +129,7 @@ ablation() {
     --start together --between running --start-seconds "$(left 130)" --seconds "$(left 85)" --rounds "${ROUNDS:-6}" \
     --bytes-per-token 1 --answer-tokens 2 \
     --case "cold_2048: --workload long_context --lengths $((step - room)) --sessions $queue --concurrency 8" \
-    --case "cold_long: --workload long_context --lengths $((long - room)) --sessions 2 --concurrency 2" \
+    --case "cold_long: --workload long_context --lengths $((long - room)) --sessions $longs --concurrency 2" \
     --case "two_turn: --workload two_turn --turns-apart --sessions $sessions --prompt-tokens $((turn - room)) \
 --added-tokens $((room + 128)) --concurrency 3 --label 'turn 2'" \
     --logs "$scratch/logs" --partial "$scratch/ablation.json.partial" -o "$scratch/ablation.jsonl" --json
@@ -113,6 +139,7 @@ if [ -n "$dry" ]; then
   echo "GPUS=$GPUS, prefill on $prefill; results to $to; at most $limit s; a dry run: nothing is started"
   [ -n "$reference" ] || beside prewarm 120 "$python" -m benchmarks._prewarm
   write_model
+  fit
   ablation
   exit 0
 fi
@@ -134,18 +161,21 @@ for folder in "$kept" "$to"; do # rounds that came back from an earlier visit
 done
 rm -f "$scratch/ablation.json.partial"
 code=1
-if write_model > "$scratch/logs/model.log" 2>&1; then
+if ! write_model > "$scratch/logs/model.log" 2>&1; then
+  say "no model, see model.log"
+elif ! fit > "$scratch/logs/fit.log" 2>&1; then
+  say "$(tail -n 1 "$scratch/logs/fit.log"): set LAYERS, EXPERTS, LONG or ARMS"; code=2
+else
   say "the model is there after $((SECONDS - began)) s; measuring for at most $(left 85) s"
   ablation > "$scratch/ablation.out" 2> >(tee "$scratch/logs/ablation.log" >&2); code=$?
-else
-  say "no model, see model.log"
 fi
 [ -z "$prewarm" ] || { kill "$prewarm"; wait "$prewarm"; } 2> /dev/null
 result=$(grep '^{' "$scratch/ablation.out" 2> /dev/null | tail -n 1)
 if [ $code -eq 0 ] && [ -n "$result" ]; then
   echo "$result" > "$to/ablation.json"; rm -f "$to/ablation.json.partial"
 else
-  code=1; say "no result$([ ! -e "$scratch/ablation.json.partial" ] || echo "; what there was is in ablation.json.partial")"
+  [ $code -eq 2 ] || code=1
+  say "no result$([ ! -e "$scratch/ablation.json.partial" ] || echo "; what there was is in ablation.json.partial")"
   [ ! -e "$scratch/ablation.json.partial" ] || cp "$scratch/ablation.json.partial" "$to/"
 fi
 if [ -n "${OUT:-}" ]; then # elsewhere rounds and logs stay where they are

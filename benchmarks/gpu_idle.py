@@ -222,7 +222,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=0,
         help="servers up together, 1 for one at a time (default: all that fit)",
     )
-    parser.add_argument("--gpu-gib", type=float, help="memory of the GPU (default: what is free, by NVML)")
+    parser.add_argument("--gpu-gib", type=float, help="memory of the GPU (default: by NVML)")
     parser.add_argument(
         "--plan", action="store_true", help="say who is up with whom and what each takes; start nothing"
     )
@@ -281,7 +281,7 @@ def needs(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, _fit.Ne
 
 def plan(args: argparse.Namespace, taken: dict[str, _fit.Need]) -> list[list[str]]:
     """Who is up with whom. Raises FitError."""
-    room = int(args.gpu_gib * _fit.GIB) - _fit.SPARE if args.gpu_gib else _fit.free_bytes()
+    room = int(args.gpu_gib * _fit.GIB) - _fit.SPARE if args.gpu_gib else _fit.gpu_bytes()
     if not room:  # nothing is known: as it was asked
         return _fit.waves(dict.fromkeys(taken, 0), 0, args.at_once)
     return _fit.waves({name: one.total for name, one in taken.items()}, room, args.at_once)

@@ -36,7 +36,7 @@ from benchmarks.ab.running import Endpoint, EndpointError
 from benchmarks.ab.starting import Starting
 from benchmarks.ab.summary import METRICS
 from benchmarks.ablation.analysis import analyse, without
-from benchmarks.ablation.arms import CHANGES, STOCK, Arm, Setup, arms
+from benchmarks.ablation.arms import ALL, CHANGES, NONE, STOCK, Arm, Setup, arms
 from glm_sglang.serving import ServerError
 
 
@@ -96,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--changes", nargs="+", default=[], choices=[c.name for c in CHANGES if c.on], help="only these"
+    )
+    p.add_argument(
+        "--arms",
+        nargs="+",
+        default=[],
+        choices=[NONE, *(c.name for c in CHANGES if c.on), ALL],
+        help="only these beside stock (all)",
     )
     p.add_argument(
         "--also",
@@ -184,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.platform == "cpu":
         os.environ.setdefault("GLM_SGLANG_PLATFORM", "reference")
     wanted = cases(args)
-    planned = arms(setup(args), args.changes, also=args.also)
+    planned = arms(setup(args), args.changes, also=args.also, named=args.arms)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     endpoints = [
@@ -242,6 +249,7 @@ def result(
     measured = without(planned, outcome.left_out)
     kept = [endpoint for endpoint in endpoints if endpoint.spec.name not in outcome.left_out]
     about = {
+        "model": model_facts(args),
         "endpoints": {e.spec.name: {**e.spec.describe(), "about": e.about} for e in kept},
         "discipline": discipline(next(iter(outcome.plans.values())), kept),
         "records": args.output.name,
@@ -274,6 +282,26 @@ def result(
         "cases": found,
         "not_measured": left_out,
         **about,
+    }
+
+
+def model_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What of the model a figure depends on; {} where its config.json cannot be read."""
+    try:
+        config = orjson.loads((Path(args.model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    names = {
+        "layers": "num_hidden_layers",
+        "dense_layers": "first_k_dense_replace",
+        "experts": "n_routed_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "hidden": "hidden_size",
+    }
+    found = {name: config[key] for name, key in names.items() if key in config}
+    dummy = re.search(r"--load-format[ =]dummy\b", args.flags)
+    return found | {
+        "weights": "dummy: nearly all zeros, every token at the same experts" if dummy else "a checkpoint's"
     }
 
 
@@ -333,7 +361,7 @@ def main() -> int:
 
 def plan(args: argparse.Namespace) -> None:
     """Prints the arms, their commands and the cases. Raises SpecError."""
-    for arm in arms(setup(args), args.changes, also=args.also):
+    for arm in arms(setup(args), args.changes, also=args.also, named=args.arms):
         print(f"{arm.name}: {arm.state}")
         for name, command in ({**arm.spec.processes, **arm.spec.shared} if arm.spec else {}).items():
             print(f"  {name}: {command}")

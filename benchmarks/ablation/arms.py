@@ -136,9 +136,10 @@ def arms(
     only: Sequence[str] = (),
     flags: frozenset[str] | None = None,
     also: Sequence[Sequence[str]] = (),
+    named: Sequence[str] = (),
 ) -> list[Arm]:
     """Stock, none, each change alone, those of `also` together, all. A change that this build, platform or selection
-    lacks is an arm without a spec.
+    lacks is an arm without a spec. named: of none, the changes by name and all, those that are measured; () for each.
     """
     flags = known_flags() if flags is None else flags
     usable, singles = [], []
@@ -163,7 +164,15 @@ def arms(
     )
     spec = _spec(ALL, setup, tuple(usable), flags) if len(usable) > 1 else None
     some = [_some(setup, chosen, usable, flags) for chosen in also]
-    return [*found, *some, Arm(ALL, names, ARTICLE_ALL, together, spec)]
+    found = [*found, *some, Arm(ALL, names, ARTICLE_ALL, together, spec)]
+    if not named:
+        return found
+    kept = {STOCK, *named, *(change.title for change in CHANGES if change.name in named)}
+    kept |= {arm.name for arm in some}
+    left_out = "left out by --arms"
+    return [
+        arm if arm.name in kept or not arm.spec else replace(arm, spec=None, state=left_out) for arm in found
+    ]
 
 
 def _some(setup: Setup, chosen: Sequence[str], usable: Sequence[Change], flags: frozenset[str]) -> Arm:

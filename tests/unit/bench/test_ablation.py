@@ -98,6 +98,16 @@ def test_an_arm_that_needs_more_gpus_than_prefill_has_says_so(flags: str, gpus: 
         assert "--glm-moe stock" in command(list(found.values()), ALL)
 
 
+def test_arms_that_are_not_named_are_left_out_and_stock_never_is() -> None:
+    found = {arm.name: arm for arm in arms(setup(), flags=EVERY_FLAG, named=["graphs", "all"])}
+    assert [name for name, arm in found.items() if arm.spec] == [STOCK, "2 prefill graphs", ALL]
+    assert found[ALL].changes == ("megamoe", "graphs", "cache")
+    assert found[NONE].state == found["1 MegaMoE"].state == "left out by --arms"
+    assert "no switch" in found["3 executor"].state
+    both = arms(setup(), flags=EVERY_FLAG, named=["none"], also=[["megamoe", "cache"]])
+    assert [arm.name for arm in both if arm.spec] == [STOCK, NONE, "megamoe + cache"]
+
+
 def test_graphs_are_asked_for_as_told_and_only_where_they_are_on() -> None:
     found = arms(setup(graphs="strict"), flags=EVERY_FLAG)
     for arm in found:
