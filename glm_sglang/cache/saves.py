@@ -16,8 +16,9 @@ from glm_sglang.cache.slots import page_numbers
 from glm_sglang.cache.store import PageStore
 
 logger = logging.getLogger(__name__)
-# Pages reserved at once: what does not fit any more is dropped, what fitted so far is kept.
-RESERVE = 16
+# Pages reserved and committed at once, a chunk of 2,048 tokens: each block costs the threads behind it some turns of the
+# interpreter. Where so many do not fit, fewer are tried; what fitted so far is kept, the rest dropped.
+RESERVE, FEWER = 32, 16
 
 Count = Callable[[str, int], None]
 
@@ -150,14 +151,19 @@ class SaveQueue:
         under_way: deque[_Block] = deque()
         ended = first
         try:
-            for start in range(first, len(keys), RESERVE):
-                part = keys[start : start + RESERVE]
+            start, step = first, RESERVE
+            while start < len(keys):
+                part = keys[start : start + step]
                 pages = self._store.reserve(len(part))
                 if pages is None:
-                    break
+                    if len(part) <= FEWER:
+                        break
+                    step = FEWER
+                    continue
                 block = _Block(part, pages)
                 under_way.append(block)
-                block.wait = self._copier.start_save(numbers[start : start + RESERVE], pages)
+                block.wait = self._copier.start_save(numbers[start : start + len(part)], pages)
+                start += len(part)
                 while len(under_way) >= self._copier.depth:
                     ended += self._finish(under_way)
             while under_way:

@@ -12,10 +12,10 @@ def page_numbers(slots: Any, page_tokens: int) -> Sequence[int]:
     """Slots [pages · page_tokens], page by page → the pages' numbers. Waits for a device tensor: not for the
     scheduler thread. ValueError where the slots are not whole pages.
     """
-    ends = slots.detach().cpu().view(-1, page_tokens)
+    # numpy from here on: each of torch's operations lets go of the interpreter, and has to get it back.
+    ends = slots.cpu().numpy().reshape(-1, page_tokens)
     starts = ends[:, 0]
-    whole = (starts % page_tokens == 0).all() and (ends[:, -1] == starts + page_tokens - 1).all()
-    if not bool(whole):
+    if (starts % page_tokens).any() or (ends[:, -1] != starts + (page_tokens - 1)).any():
         raise ValueError(f"slots are not whole pages of {page_tokens} tokens")
     numbers: list[int] = (starts // page_tokens).tolist()
     return numbers

@@ -25,7 +25,10 @@ def buffers(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
             yield from buffers(item, depth - 1)
     elif depth and isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from buffers(item, depth - 1)
+            if hasattr(item, "ref_count_down"):  # mostly: lists of buffers, which need no generator each
+                yield item
+            else:
+                yield from buffers(item, depth - 1)
 
 
 def hold(value: Any) -> list[Any]:

@@ -356,14 +356,14 @@ class Prefetcher:
                 return ["failed"] * len(keys)
             finally:
                 self._worth.load.stop(started, arrived)
+            there = [number for number, length in enumerate(lengths) if length != ABSENT]
+            faults = self._envelope.check_all(
+                [pages[n] for n in there], [keys[n] for n in there], [lengths[n] for n in there]
+            )
             bad: list[str] = []
-            for number, (key, page, length) in enumerate(zip(keys, pages, lengths, strict=True)):
-                if length == ABSENT:
-                    continue
-                fault = self._envelope.check(page.slot, key, length)
-                if fault is None:
-                    kept[number] = True
-                else:
+            for number, fault in zip(there, faults, strict=True):
+                kept[number] = fault is None
+                if fault is not None:
                     self._table.add("cache_bad_values", fault)
                     logger.warning("%s: not the page (%s), deleted", names[number], fault)
                     bad.append(names[number])

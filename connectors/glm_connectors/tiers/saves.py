@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from glm_connectors.tiers.envelope import Envelope
@@ -64,13 +65,12 @@ class Saver:
         self._envelope, self._table, self._limits, self._clock = envelope, table, limits, clock
         self._lock = threading.Lock()
         self._queues: list[deque[_Save]] = [deque() for _ in valkey.nodes]
-        self._events = [asyncio.Event() for _ in valkey.nodes]
+        self._running = [0] * len(valkey.nodes)  # pumps of each node; the event loop's, as they are
         self._outstanding = 0
         self._idle = threading.Event()
         self._idle.set()
         self._closed = False
-        self._pumps: list[asyncio.Task[None]] = []
-        loop.call_soon_threadsafe(self._start)
+        self._pumps: set[asyncio.Task[None]] = set()
 
     # Any thread
 
@@ -135,28 +135,35 @@ class Saver:
 
     # The event loop
 
-    def _start(self) -> None:
-        for node in range(len(self._queues)):
-            # Twice: the next round trip is queued when a worker's thread is free, not a loop's turn later.
-            self._pumps += [self._loop.create_task(self._pump(node)) for _ in range(2 * self._limits.workers)]
-
     def _wake(self, nodes: set[int]) -> None:
+        """As many pumps as there are round trips to make."""
         for node in nodes:
-            self._events[node].set()
+            # Twice the workers: the next round trip is queued when a worker's thread is free, not a loop's turn later.
+            free = 2 * self._limits.workers - self._running[node]
+            for _ in range(min(free, -(-len(self._queues[node]) // self._limits.group))):
+                self._running[node] += 1
+                task = self._loop.create_task(self._pump(node))
+                self._pumps.add(task)
+                task.add_done_callback(partial(self._ended, node))
+
+    def _ended(self, node: int, pump: asyncio.Task[None]) -> None:
+        self._running[node] -= 1
+        self._pumps.discard(pump)
+        if pump.cancelled():
+            return
+        if error := pump.exception():
+            logger.error("a save pump failed", exc_info=error)
+        if self._queues[node]:  # since it looked
+            self._wake({node})
 
     async def _pump(self, node: int) -> None:
-        queue, event = self._queues[node], self._events[node]
-        while True:
-            if not queue:
-                event.clear()
-                await event.wait()
-                continue
+        """Puts until nothing is queued."""
+        queue = self._queues[node]
+        while queue:
             if self._valkey.breakers[node, "put"].due() is not None:
                 self._expire(queue)
                 await asyncio.sleep(_RECHECK)
-                continue
-            saves = self._pop(queue)
-            if saves:
+            elif saves := self._pop(queue):
                 await self._put_all(node, saves)
 
     def _pop(self, queue: deque[_Save]) -> list[_Save]:
@@ -228,7 +235,6 @@ class Saver:
     # A worker's thread
 
     def _put(self, node: int, saves: list[_Save], _memory: list[Any]) -> None:
-        for save in saves:
-            self._envelope.seal(save.page.slot, save.key)
+        self._envelope.seal_all([save.page for save in saves], [save.key for save in saves])
         names = [self._envelope.name(save.key) for save in saves]
         self._valkey.put(node, names, [save.page.slot for save in saves])

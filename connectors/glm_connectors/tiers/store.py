@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from glm_connectors.tiers import loop
 from glm_connectors.tiers.config import TierConfig
 from glm_connectors.tiers.envelope import Envelope
 from glm_connectors.tiers.layout import Namespace
@@ -279,7 +280,7 @@ class _Remote:
             if self.server is not None:
                 self.server.stop()
             raise
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop.new()
         put_workers = config.put_workers * len(self.valkey.nodes)
         self._threads = ThreadPoolExecutor(config.get_workers + put_workers, "glm-valkey")
         self._loop.set_default_executor(self._threads)

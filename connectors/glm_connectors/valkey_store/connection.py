@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from glm_connectors.valkey_store.clients import ABSENT, MISFIT
 
 _LINE = 4096  # bytes of a reply's line at most; Valkey's error messages are shorter
+_SHORTEST = 5  # bytes of the shortest answer to a SET, "+OK", with its end; an error's is longer
 _PARTS = 1000  # of one sendmsg; Linux takes 1024
 _NAME = b"glm_connectors"
 _LOOK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
@@ -142,15 +143,16 @@ class Connection:
         """
         expiry = b"\r\n" + _words([b"EX", b"%d" % ttl]) if ttl else b"\r\n"
         self._calls += 1
-        count = 5 if ttl else 3
+        verb = b"*%d\r\n$3\r\nSET\r\n" % (5 if ttl else 3)
         parts: list[memoryview | bytes] = []
         between = b""
         for name, value in zip(names, values, strict=True):
-            start = b"*%d\r\n%s$%d\r\n" % (count, _words([b"SET", name.encode()]), value.nbytes)
-            parts += [between + start, value]
+            key = name.encode()
+            parts += [b"%s%s$%d\r\n%s\r\n$%d\r\n" % (between, verb, len(key), key, value.nbytes), value]
             between = expiry
         self._send([*parts, between], deadline)
         answers: list[RefusedError | None] = []
+        self._expect(len(names) * _SHORTEST, deadline)
         for _ in names:
             try:
                 head = self._head(deadline)
@@ -207,13 +209,28 @@ class Connection:
             if self._end == _LINE:
                 if not self._start:
                     raise OutOfStepError(f"a line without an end: {bytes(self._line[:40])!r}")
-                kept = self._line[self._start : self._end]
                 looked -= self._start
-                self._start, self._end = 0, len(kept)
-                self._line[: self._end] = kept
+                self._make_room()
+            self._more(deadline)
+        head = bytes(self._line[self._start : end])
+        self._start = end + 2
+        self._forget()
+        if head[:1] == b"-":
+            raise RefusedError(head[1:].decode(errors="replace"))
+        return head
+
+    def _expect(self, size: int, deadline: float) -> None:
+        """Has so many bytes of replies in the line, or a line full: one call, where a server answers in pieces."""
+        self._make_room()
+        while self._end < min(size, _LINE):
+            self._more(deadline, min(size, _LINE), socket.MSG_WAITALL)
+
+    def _more(self, deadline: float, upto: int = _LINE, flags: int = 0) -> None:
+        """Bytes into the line, behind those that it has."""
+        while True:
             _check(deadline)
             try:
-                came = self._socket.recv_into(memoryview(self._line)[self._end :])
+                came = self._socket.recv_into(memoryview(self._line)[self._end : upto], 0, flags)
             except BlockingIOError:
                 self._waited()
                 continue
@@ -222,12 +239,13 @@ class Connection:
             self._heard = True
             self._moved()
             self._end += came
-        head = bytes(self._line[self._start : end])
-        self._start = end + 2
-        self._forget()
-        if head[:1] == b"-":
-            raise RefusedError(head[1:].decode(errors="replace"))
-        return head
+            return
+
+    def _make_room(self) -> None:
+        """What the line has, to its front."""
+        kept = self._line[self._start : self._end]
+        self._start, self._end = 0, len(kept)
+        self._line[: self._end] = kept
 
     def _value(self, buffer: memoryview, deadline: float) -> int:
         head = self._head(deadline)

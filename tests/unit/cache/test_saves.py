@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glm_sglang.cache.audit import Audit
-from glm_sglang.cache.saves import RESERVE, SaveQueue
+from glm_sglang.cache.saves import FEWER, RESERVE, SaveQueue
 from tests.unit.cache.memory_store import MemoryStore
 
 PAGE = 64
@@ -124,23 +124,36 @@ def test_a_pool_without_room_in_the_middle_keeps_the_beginning() -> None:
     """LMCache 3855: the allocator returns nothing mid-batch: prefix kept, no deadlock, nothing reserved for ever."""
     setup = Setup()
     setup.store.refuse_after = 2
-    setup.put(*range(1, 50))
+    setup.put(*range(1, 100))
     assert setup.results(1) == [False]
-    assert setup.store.resident([key(n) for n in range(1, 50)]) == 2 * RESERVE
-    assert setup.ends == {"saved": 2 * RESERVE, "resident": 0, "pool_full": 49 - 2 * RESERVE}
+    assert setup.store.resident([key(n) for n in range(1, 100)]) == 2 * RESERVE
+    assert setup.ends == {"saved": 2 * RESERVE, "resident": 0, "pool_full": 99 - 2 * RESERVE}
     setup.store.refuse_after = None
-    setup.put(*range(1, 50))
+    setup.put(*range(1, 100))
     assert setup.results(1) == [True]
 
 
+@pytest.mark.parametrize(("slots", "saved"), [(99, 99), (98, 96), (40, 32), (25, 16), (15, 0)])
+def test_where_a_whole_block_does_not_fit_a_smaller_one_is_tried(slots: int, saved: int) -> None:
+    """99 pages: 32 at a time, and 16 at a time once 32 are too many; the last of both has three."""
+    assert (RESERVE, FEWER) == (32, 16)
+    setup = Setup(slots=slots)
+    held = setup.store.pin  # what was saved stays: as if others held it
+    setup.store.commit = lambda pages, keys, commit=setup.store.commit: (commit(pages, keys), held(keys))  # type: ignore[method-assign]
+    setup.put(*range(1, 100))
+    assert setup.results(1) == [saved == 99]
+    assert setup.store.resident([key(n) for n in range(1, 100)]) == saved
+    assert setup.store.reserved == 0
+
+
 def test_a_copy_that_fails_is_one_failed_save(setup: Setup) -> None:
-    setup.copier.fail = {20}
-    setup.put(*range(1, 30))
-    setup.put(40)
+    setup.copier.fail = {RESERVE + 4}
+    setup.put(*range(1, 50))
+    setup.put(60)
     assert setup.results(2) == [False, True]
     assert setup.store.reserved == 0
-    assert setup.store.resident([key(n) for n in range(1, 30)]) == RESERVE
-    assert setup.ends == {"saved": RESERVE + 1, "failed": 29 - RESERVE, "resident": 0}
+    assert setup.store.resident([key(n) for n in range(1, 50)]) == RESERVE
+    assert setup.ends == {"saved": RESERVE + 1, "failed": 49 - RESERVE, "resident": 0}
 
 
 def test_quiesce_waits_for_copies_and_forgets_results(setup: Setup) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from glm_connectors.tiers import Histogram, Metric, MetricTable, PageLayout, TierConfig
+import xxhash
+from glm_connectors.tiers import Histogram, Metric, MetricTable, PageLayout, TierConfig, checksums
 from glm_connectors.tiers.envelope import HEADER_BYTES, Envelope
 from glm_connectors.tiers.metric_list import METRICS
 from glm_connectors.tiers.rates import LoadMeter, Rate, Worth
@@ -109,6 +112,52 @@ def test_any_flipped_bit_is_found(bit: int) -> None:
     value = sealed()
     value[bit // 8] ^= 1 << bit % 8
     assert Envelope(NAMESPACE).check(memoryview(value), KEY, len(value)) is not None
+
+
+class Slot:
+    """A slot in memory of its own."""
+
+    def __init__(self, page: bytes) -> None:
+        self.bytes = np.frombuffer(bytearray(HEADER_BYTES) + page, dtype=np.uint8)
+        self.slot = memoryview(self.bytes)
+        self.address = self.bytes.ctypes.data + HEADER_BYTES
+
+
+def test_pages_together_are_sealed_and_checked_as_each_alone() -> None:
+    """The second has a flipped bit, the third is another's, the fourth is too short."""
+    chain = keys(5)
+    slots = [Slot(bytes_of(key)) for key in chain]
+    envelope = Envelope(NAMESPACE)
+    envelope.seal_all(slots, chain)
+    for slot, key in zip(slots, chain, strict=True):
+        alone = bytearray(HEADER_BYTES) + bytes_of(key)
+        envelope.seal(memoryview(alone), key)
+        assert bytes(slot.slot) == alone
+    lengths = [envelope.value_bytes] * 5
+    assert envelope.check_all(slots, chain, lengths) == [None] * 5
+    slots[1].slot[-1] ^= 1
+    lengths[3] -= 1
+    faults = envelope.check_all(slots, [*chain[:2], chain[0], *chain[3:]], lengths)
+    assert faults == [None, "checksum", "key", "length", None]
+    assert envelope.check_all([], [], []) == []
+
+
+@pytest.mark.parametrize("of_all", [checksums._compiled(), checksums._one_by_one])
+@pytest.mark.parametrize("size", [1, 16, 17, 240, 241, 1024, 252_160])
+def test_checksums_in_one_call_are_those_of_xxhash(of_all: checksums.Digests, size: int) -> None:
+    pages = [np.frombuffer(hashlib.shake_128(b"%d" % n).digest(size), dtype=np.uint8) for n in range(3)]
+    expected = [xxhash.xxh3_64_intdigest(page.tobytes()) for page in pages]
+    assert of_all([page.ctypes.data for page in pages], size) == expected
+    assert of_all([], size) == []
+
+
+def test_without_numba_checksums_are_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    checksums.digests.cache_clear()
+    try:
+        assert checksums.digests() is checksums._one_by_one
+    finally:
+        checksums.digests.cache_clear()
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
