@@ -162,6 +162,49 @@ def _blocking_reads() -> threading.Event:
     return reading
 
 
+def replies_while_the_scheduler_looks(order: list[int], ends: int | None) -> tuple[Any, list[int], bool]:
+    """Ranks reply in `order`, or one ends, while the scheduler looks for replies; the result, the ranks counted in, and
+    whether it ever slept in a read.
+    """
+    from glm_connectors.lmcache_repairs import lookup_client
+
+    lookup_client._AWAKE = 60.0
+    engines = [Engine(hit=(rank + 1) * CHUNK, answers=False) for rank in range(3)]
+    bench = Bench(*engines, timeout_ms=60_000, lookup_backoff_time=60.0)
+    slept, counted = _blocking_reads(), []
+    table = bench.client._table
+    reply = table.reply
+
+    def observed(message: Any) -> bool:
+        counted.append(message.rank)
+        return bool(reply(message))
+
+    table.reply = observed
+    results: list[Any] = []
+    scheduler = threading.Thread(target=lambda: results.append(bench.ask("a")))
+    scheduler.start()
+    for engine in engines:
+        assert engine.asked.acquire(timeout=30)
+    for rank in order:
+        engines[rank].reply("a")
+        deadline = time.monotonic() + patience()
+        while rank not in counted and time.monotonic() < deadline:
+            time.sleep(0.001)
+    if ends is not None:
+        engines[ends].server.close()
+    scheduler.join(30)
+    return results[0], counted, slept.is_set()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_a_scheduler_that_looks_counts_replies_as_they_come(order: list[int]) -> None:
+    assert run(replies_while_the_scheduler_looks, order, None, repaired=True) == (CHUNK, order, False)
+
+
+def test_a_rank_that_ends_under_a_scheduler_that_looks_is_a_miss_at_once() -> None:
+    assert run(replies_while_the_scheduler_looks, [1], 2, repaired=True) == (0, [1], False)
+
+
 def lock_while_the_scheduler_waits(reader: str) -> tuple[bool, Any]:
     """Whether the table's lock can be taken during a wait, and the wait's result; who reads the replies
     meanwhile.
