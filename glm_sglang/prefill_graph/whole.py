@@ -205,6 +205,7 @@ def indexer_forward(
     from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
     if arena.capturing_dense:
+        _cut_dense(arena, layer_id)
         keys, _ = indexer._fused_k_weights(x)
         indexer._fused_k_prepare_and_store(keys, positions, forward_batch, layer_id, act_quant)
         return None
@@ -216,6 +217,15 @@ def indexer_forward(
     arena.gate[:rows].copy_(gate)
     _selection_break()(arena, indexer, layer_id)
     return maybe_capture_indexer_topk(layer_id, arena.topk[:rows])
+
+
+def _cut_dense(arena: Arena, layer_id: int) -> None:
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph
+
+    from glm_sglang.prefill_graph import dense
+
+    if layer_id in dense.cuts(arena.group_ends):
+        breakable_cuda_graph.break_graph()
 
 
 @functools.cache

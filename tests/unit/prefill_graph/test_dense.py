@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm_sglang.prefill_graph import agreement, dense, options, whole
+from glm_sglang.prefill_graph import agreement, dense, eligibility, options, whole
 from glm_sglang.prefill_graph.arena import REQUESTS, Arena
 from glm_sglang.prefill_graph.options import Options
 
@@ -125,6 +125,24 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Any:
         return made
 
     return make
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_a_piece_is_no_longer_than_the_one_before_hides(shares: list[bool]) -> None:
+    layers = len(shares)
+    selecting = [layer for layer in range(1, layers) if not shares[layer]]
+    found = sorted(dense.cuts(eligibility.group_ends(shares)))
+    assert set(found) <= set(selecting)
+    assert found[:1] == selecting[:1], "the first piece is as short as it can be"
+    edges = [0, *found, layers]
+    for before, begin, end in zip(edges, edges[1:], edges[2:], strict=False):
+        inside = any(begin < layer < end for layer in selecting)
+        assert end - begin <= dense.GROWTH * (begin - before) or not inside
+
+
+def test_glm_is_launched_in_four_pieces() -> None:
+    shares = [layer >= 3 and (layer - 2) % 4 != 0 for layer in range(78)]
+    assert dense.cuts(eligibility.group_ends(shares)) == {1, 6, 46}
 
 
 def test_a_bucket_that_may_hold_short_prompts_gets_two_graphs(scene: Any) -> None:

@@ -58,6 +58,14 @@ class Indexer:
         rows = x.shape[0]
         return torch.zeros(rows, HEADS, DIM).to(torch.float8_e4m3fn), torch.zeros(rows, HEADS, 1)
 
+    def _fused_k_weights(self, x: torch.Tensor) -> Any:
+        return x, x
+
+    def _fused_k_prepare_and_store(
+        self, keys: torch.Tensor, positions: Any, batch: Any, layer: int, *_: Any
+    ) -> None:
+        self.pool.run(lambda: self.order.append(("store", layer)))
+
     def _get_topk_ragged(
         self, dual: bool, batch: Any, layer: int, query: Any, gate: Any, metadata: Any, out: Any
     ) -> None:
@@ -127,10 +135,10 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("upstream's path ran")
 
 
-def index(scene: Any, rows: int = 16, original: Any = refuse, **kwargs: Any) -> Any:
+def index(scene: Any, rows: int = 16, original: Any = refuse, layer: int = 0, **kwargs: Any) -> Any:
     batch = SimpleNamespace(forward_mode=Mode())
     x = torch.zeros(rows, 3)
-    return whole.indexer_forward(original, Indexer(scene.pool, scene.order), x, x, x, batch, 0, **kwargs)
+    return whole.indexer_forward(original, Indexer(scene.pool, scene.order), x, x, x, batch, layer, **kwargs)
 
 
 def test_a_layer_is_projected_in_a_segment_and_selected_at_one_break(scene: Any) -> None:
@@ -145,6 +153,18 @@ def test_a_layer_is_projected_in_a_segment_and_selected_at_one_break(scene: Any)
     assert scene.order == ["project", ("wait", 2), ("select", 0, 5, 5, 16)], (
         "live rows only, after their keys arrived"
     )
+
+
+def test_a_dense_graph_is_cut_where_its_pieces_end_and_nothing_runs_between(scene: Any) -> None:
+    scene.arena.group_ends = (0, 1, 2)
+    scene.arena.capturing_dense = True
+    with fake_graph.captured(scene.module) as graph:
+        for layer in range(3):
+            assert index(scene, layer=layer, return_indices=False) is None
+    assert [len(segment.kernels) for segment in graph._segments] == [1, 2], "cut before layer 1 alone"
+    scene.order.clear()
+    graph.replay()
+    assert scene.order == [("store", 0), ("store", 1), ("store", 2)]
 
 
 def test_a_short_context_costs_a_break_nothing(scene: Any) -> None:
