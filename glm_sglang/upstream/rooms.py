@@ -12,6 +12,7 @@ ROOMS: tuple[str, ...] = (
     "glm_sglang.upstream.own_hooks",
     "glm_sglang.reference_platform.hooks",
     "glm_sglang.disaggregation.hooks",
+    "glm_sglang.attention.hooks",
     "glm_sglang.indexer.hooks",
     "glm_sglang.moe.hooks",
     "glm_sglang.requests.hooks",
