@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import cProfile
+import ctypes
+import pstats
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from glm_kernels.page_copy import pull
 
-from benchmarks._page_memory import LAYERS, HostPage, device_seconds, rate, seconds, shuffled, slots_of
+from benchmarks._page_memory import (
+    LAYERS,
+    MAIN,
+    HostPage,
+    device_seconds,
+    rate,
+    seconds,
+    shuffled,
+    slots_of,
+)
+from glm_sglang.cache.cuda_batch import OVERLAP, BatchCopy, Spans, addresses_of
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
+from glm_sglang.cache.cuda_plan import Span
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages
 
@@ -31,14 +45,27 @@ class Memory(Protocol):
     def scattered(self, count: int) -> list[HostPage]: ...
 
 
+_STAGE = 64 << 20
+_SHOWN = 15  # lines of a profile
+
+
 class Loads:
-    """Of the copier as it chooses, and each way whatever it would choose."""
+    """Of the copier as it chooses, and each way whatever it would choose: strided copies, batches, and batches without
+    the hint that they should leave the SMs alone.
+    """
 
     def __init__(self, copies: Memory) -> None:
         self._copies = copies
+        unhinted = CudaRuntime(copies.device.device)
+        unhinted._batch = _batch_copy(0)
+
+        def batched(runtime: CudaRuntime) -> CudaPageCopier:
+            return CudaPageCopier(copies.device, runtime, most_calls=0, call_pieces=1 << 30)
+
         self._ways = {
-            way: CudaPageCopier(copies.device, copies.runtime, most_calls=most)
-            for way, most in (("copied", 1 << 30), ("pulled", 0))
+            "strided": CudaPageCopier(copies.device, copies.runtime, most_calls=1 << 30),
+            "batched": batched(copies.runtime),
+            "batched_unhinted": batched(unhinted),
         }
 
     def load(self, count: int, forward_ms: Sequence[float]) -> dict[str, Any]:
@@ -64,6 +91,10 @@ class Loads:
             "load_gb_s": rate(size, taken),
             "load_scattered_gb_s": rate(size, scattered),
             "queued": queued,
+            "profiles": {
+                f"{way}_{where}": self._profile(self._ways[way], slots, pages)
+                for way, where, pages in (("strided", "neighbours", host), ("batched", "scattered", apart))
+            },
         }
         for wanted in forward_ms:
             forward = Forward(wanted)
@@ -93,6 +124,27 @@ class Loads:
             "queueing_ms": round(statistics.median(queueing[1:]) * 1e3, 3),
             "gb_s": rate(len(host) * self._copies.page_bytes, taken),
         }
+
+    def _profile(
+        self, copier: CudaPageCopier, slots: Sequence[torch.Tensor], host: Sequence[HostPage]
+    ) -> list[str]:
+        """Of the third of three queueings: what took the host longest by itself, in µs that the profiler lengthens."""
+        for _ in range(2):
+            copier.load(slots, host, _ignore)
+        counter = StreamLayerCounter(LAYERS, copier)
+        index = counter.update_producer()
+        torch.cuda.synchronize()
+        profile = cProfile.Profile()
+        profile.enable()
+        end = copier.start_load(slots, host, lambda layer: counter.complete(index, layer))
+        profile.disable()
+        end()
+        stats: Any = pstats.Stats(profile)
+        longest = sorted(stats.stats.items(), key=lambda one: one[1][2], reverse=True)
+        return [
+            f"{own * 1e6:.0f} us in {calls} calls: {Path(file).name}:{line} {name}"
+            for (file, line, name), (_, calls, own, _, _) in longest[:_SHOWN]
+        ]
 
     def _exposed(
         self,
@@ -152,18 +204,48 @@ class Loads:
         torch.cuda.synchronize()
         thread.join()
 
-    def pulls(self, count: int) -> dict[str, float]:
-        """One launch that pulls all layers of `count` scattered host pages, by how many programs: GB/s over the bus."""
-        hosts = torch.tensor([page.address for page in self._copies.scattered(count)], device="cuda")
-        numbers = torch.tensor(shuffled(count), device="cuda")
-        table = self._copies.copier._whole
-        return {
-            f"{programs}_programs_gb_s": rate(
-                count * self._copies.page_bytes,
-                device_seconds(lambda p=programs: pull(table, hosts, numbers, programs=p)),  # type: ignore[misc]
-            )
-            for programs in (4, 8, 16, 32, 64, 128)
-        }
+    def batches(self, count: int) -> dict[str, dict[str, float]]:
+        """Batches by themselves, of main KV of so many layers of `count` scattered pages: GB/s over the bus, and what a
+        piece takes the host. Rounds: the same again, before the first has ended; a full queue shows in the last.
+        """
+        found: dict[str, dict[str, float]] = {}
+        staging = torch.empty(_STAGE, dtype=torch.uint8, device="cuda")
+        stream: Any = self._copies.copier.loads.copies
+        at = sorted(page.address for page in self._copies.scattered(count))
+        for layers, rounds in ((1, 1), (2, 1), (7, 1), (16, 1), (2, 32), (7, 32)):
+            size = layers * MAIN
+            each = _STAGE // size
+            spans = Spans([Span(0, size, 0)], size)
+            blocks = [addresses_of(at[start : start + each]) for start in range(0, count, each)]
+            for flags, hint in ((OVERLAP, "hinted"), (0, "unhinted")):
+                copy = _batch_copy(flags)
+                submitted: list[list[float]] = []
+
+                def work() -> None:
+                    took = []
+                    for _ in range(rounds):  # noqa: B023  (called within the loop)
+                        began = time.perf_counter()
+                        for block in blocks:  # noqa: B023
+                            copy(spans.pieces(block, staging.data_ptr()), stream.cuda_stream)  # noqa: B023
+                        took.append(time.perf_counter() - began)
+                    submitted.append(took)  # noqa: B023
+                    torch.cuda.synchronize()
+
+                taken = seconds(work)
+                first, last = (
+                    round(statistics.median(took[at] for took in submitted[1:]) / count * 1e6, 3)
+                    for at in (0, -1)
+                )
+                found[f"{layers}_layers_{rounds}_rounds_{hint}"] = {
+                    "gb_s": rate(rounds * count * size, taken),
+                    "host_us_a_piece": first,
+                    "host_us_a_piece_in_the_last_round": last,
+                }
+        return found
+
+
+def _batch_copy(flags: int) -> BatchCopy:
+    return BatchCopy(ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device(), flags=flags)
 
 
 class Forward:

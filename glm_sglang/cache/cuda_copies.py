@@ -69,14 +69,13 @@ class CudaPageCopier:
 
     def warm(self) -> None:
         """Compiles the kernels: copies page 0, the pool's padding, onto itself. Before anything else is under way."""
-        staged = self._ring.take(self._gather).pages(1, self._pitch)
-        numbers = self._runtime.numbers([0], self._gather)
-        self._runtime.gather(self._whole, numbers, staged, self._gather)
-        slots = self._runtime.numbers(range(self._page_tokens), self._gather)
-        numbers = self._runtime.page_numbers([slots], self._page_tokens, [0], self._gather)
-        self._runtime.scatter(self._whole, numbers, staged, self._gather)
-        self.loads.warm()
-        self._drain(self._gather, self.loads.stream)
+        with self._runtime.on(self._gather):
+            staged = self._ring.take(self._gather).pages(1, self._pitch)
+            self._runtime.gather(self._whole, self._runtime.numbers([0]), staged)
+            slots = self._runtime.numbers(range(self._page_tokens))
+            numbers = self._runtime.page_numbers([slots], self._page_tokens, [0])
+            self._runtime.scatter(self._whole, numbers, staged)
+        self._drain(self._gather)
 
     # Order with the forward
 
@@ -133,9 +132,10 @@ class CudaPageCopier:
         try:
             for event in self._events():
                 self._gather.wait_event(event)
-            for start in range(0, len(pages), self.block):
-                end = start + self.block
-                self._save_block(pages[start:end], into[start:end])
+            with self._runtime.on(self._gather):
+                for start in range(0, len(pages), self.block):
+                    end = start + self.block
+                    self._save_block(pages[start:end], into[start:end])
         except BaseException:
             self._drain(self._gather, self._to_host)
             raise
@@ -146,7 +146,7 @@ class CudaPageCopier:
         addresses, numbers = by_address(into, pages)
         slot = self._ring.take(self._gather)
         staged = slot.pages(len(numbers), self._pitch)
-        self._runtime.gather(self._whole, self._runtime.numbers(numbers, self._gather), staged, self._gather)
+        self._runtime.gather(self._whole, self._runtime.numbers(numbers), staged)
         slot.filled.record(self._gather)
         self._to_host.wait_event(slot.filled)
         base = staged.data_ptr()
@@ -185,7 +185,7 @@ class CudaPageCopier:
         except BaseException:
             self._drain(self.loads.copies, self.loads.stream)
             raise
-        done = self._mark(self.loads.stream)  # behind every copy: each is scattered
+        done = self.loads.marked  # behind every copy: each is scattered
 
         def wait() -> None:
             self._runtime.begin_thread()
@@ -196,8 +196,8 @@ class CudaPageCopier:
     # Layers, for whoever reads them
 
     def queued_layer(self) -> Event:
-        """An event behind everything that the load under way has queued so far. Load thread."""
-        return self._mark(self.loads.stream)
+        """An event behind what the load under way has queued so far: one for the layers of a step. Load thread."""
+        return self.loads.marked
 
     def reader_waits(self, event: Event) -> None:
         """The calling thread's current stream waits for the event; the thread doesn't."""

@@ -48,13 +48,28 @@ class QueuedLayers(Protocol):
 class _Batch:
     """A load: an event for each layer that is queued, and whether no more will be.
 
-    joined: the forward's stream waits for the last layer, so whatever follows it there follows the load.
+    joined   the forward's stream waits for the last layer, so whatever follows it there follows the load.
+    awaited  somebody waits for a change, and is told of it. It is set before that one looks, and read after the change
+             has been made, so one of the two sees the other's; nobody takes a lock for a layer that nobody waits for.
     """
 
     queued: dict[int, Event] = field(default_factory=dict)
     failed: bool = False
     joined: bool = False
+    awaited: bool = False
     change: threading.Condition = field(default_factory=threading.Condition)
+
+    def changed(self) -> None:
+        """Something has been queued, or nothing more will be."""
+        if self.awaited:
+            with self.change:
+                self.change.notify_all()
+
+    def wait_for(self, true: Callable[[], bool]) -> None:
+        """Returns once it is, or the load has failed."""
+        with self.change:
+            self.awaited = True
+            self.change.wait_for(lambda: true() or self.failed)
 
 
 class StreamLayerCounter(MeasuredLayerCounter):
@@ -75,18 +90,16 @@ class StreamLayerCounter(MeasuredLayerCounter):
 
     def complete(self, index: int, layer: int) -> None:
         """The layer's copies are queued."""
-        batch, event = self._batches[index], self._copier.queued_layer()
-        with batch.change:
-            batch.queued[layer] = event
-            batch.change.notify_all()
+        batch = self._batches[index]
+        batch.queued[layer] = self._copier.queued_layer()
+        batch.changed()
 
     def fail(self, index: int, error: BaseException) -> None:
         """Layers that are not queued by now never will be."""
         batch = self._batches.get(index)
         if batch is not None:
-            with batch.change:
-                batch.failed = True
-                batch.change.notify_all()
+            batch.failed = True
+            batch.changed()
 
     def wait_until(self, threshold: int) -> None:
         """The current stream waits for the layer; the thread waits until it is queued, or has failed."""
@@ -94,8 +107,8 @@ class StreamLayerCounter(MeasuredLayerCounter):
         if batch is None:
             return
         if threshold not in batch.queued:
-            with self.waiting(), batch.change:
-                batch.change.wait_for(lambda: threshold in batch.queued or batch.failed)
+            with self.waiting():
+                batch.wait_for(lambda: threshold in batch.queued)
         event = batch.queued.get(threshold)
         if event is not None:  # none: the load has failed, which finish reports
             self._copier.reader_waits(event)
@@ -109,8 +122,7 @@ class StreamLayerCounter(MeasuredLayerCounter):
         batch = self._batches.get(index)
         if batch is None:
             return True
-        with batch.change:
-            batch.change.wait_for(lambda: len(batch.queued) == self.num_layers or batch.failed)
+        batch.wait_for(lambda: len(batch.queued) == self.num_layers)
         del self._batches[index]
         whole = len(batch.queued) == self.num_layers and not batch.failed
         if batch.queued and not (whole and batch.joined):

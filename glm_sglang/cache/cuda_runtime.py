@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from glm_kernels.page_copy import CopyTable, Rows, gather, pull, scatter
+from glm_kernels.page_copy import CopyTable, Rows, gather, scatter
 
+from glm_sglang.cache.cuda_batch import Pieces, batch_copy
 from glm_sglang.cache.slots import numbers_on_device
 from glm_sglang.errors import UsageError
 
@@ -59,6 +61,9 @@ class Runtime(Protocol):
     def current(self) -> Stream:
         """The calling thread's current stream."""
 
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Within it, the calling thread's current stream is this one: entered once for many calls."""
+
     def event(self) -> Event:
         """A new event."""
 
@@ -68,30 +73,34 @@ class Runtime(Protocol):
     def table(self, rows: Sequence[Rows]) -> CopyTable:
         """The copy table of these buffers."""
 
-    def numbers(self, values: Sequence[int], stream: Stream) -> torch.Tensor:
-        """Page numbers, int64, for kernels on `stream`."""
+    # Only within `on`, on its stream:
+
+    def numbers(self, values: Sequence[int]) -> torch.Tensor:
+        """Page numbers, int64, for kernels."""
 
     def page_numbers(
-        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int], stream: Stream
+        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int]
     ) -> torch.Tensor:
         """Of the pages whose slots these are (`slots.numbers_on_device`), that of page order[i] at place i; int64, for
-        kernels on `stream`, in whose order the slots are read. They may be let go as soon as this returns.
+        kernels. The slots are read in the stream's order, and may be let go as soon as this returns.
         """
 
-    def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
+    def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor) -> None:
         """Pool → staging."""
 
-    def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
+    def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor) -> None:
         """Staging → pool."""
 
-    def reads_host(self) -> bool:
-        """Whether kernels can read pinned memory by the host's own addresses."""
-
-    def pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, stream: Stream) -> None:
-        """Pinned host pages at these addresses → pool."""
+    # Only within `on`, of any stream; on the one that is given:
 
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Stream) -> None:
         """Between device and pinned host memory."""
+
+    def batches(self) -> bool:
+        """Whether there is `copy_batch`."""
+
+    def copy_batch(self, pieces: Pieces, *, stream: Stream) -> None:
+        """Pinned host memory → device, in no order among each other."""
 
     def poll(self, done: Callable[[], bool]) -> None:
         """Returns once `done()` is true. Sleeps meanwhile: no spinning, no CUDA wait."""
@@ -133,6 +142,7 @@ class CudaRuntime:
             True: runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost,
             False: runtime.cudaMemcpyKind.cudaMemcpyHostToDevice,
         }
+        self._batch = batch_copy(device.index or 0)
         self._cuda: Any = torch.cuda
         self._threads = threading.local()
 
@@ -151,6 +161,11 @@ class CudaRuntime:
         stream: Stream = self._cuda.current_stream(self.device)
         return stream
 
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        # The stream's device too, or cuda-bindings would make a context on GPU 0.
+        context: AbstractContextManager[object] = self._cuda.stream(stream)
+        return context
+
     def event(self) -> Event:
         event: Event = self._cuda.Event()
         return event
@@ -161,58 +176,44 @@ class CudaRuntime:
     def table(self, rows: Sequence[Rows]) -> CopyTable:
         return CopyTable(rows)
 
-    def numbers(self, values: Sequence[int], stream: Stream) -> torch.Tensor:
-        # Allocated, used and freed in the order of `stream`; torch keeps the pinned block until it was read.
-        with self._cuda.stream(stream):
-            host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
-            return host.to(self.device, non_blocking=True)
+    def numbers(self, values: Sequence[int]) -> torch.Tensor:
+        # Allocated, used and freed in the order of the stream; torch keeps the pinned block until it was read.
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        return host.to(self.device, non_blocking=True)
 
     def page_numbers(
-        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int], stream: Any
+        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int]
     ) -> torch.Tensor:
-        places = self.numbers(order, stream)
-        with self._cuda.stream(stream):
-            for (
-                one
-            ) in slots:  # allocated on another stream, which would give them away while this one reads them
-                one.record_stream(stream)
-            return numbers_on_device(slots, page_tokens).index_select(0, places)
+        stream: Any = self.current()
+        for one in slots:  # allocated on another stream, which would give them away while this one reads them
+            one.record_stream(stream)
+        return numbers_on_device(slots, page_tokens).index_select(0, self.numbers(order))
 
-    def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
-        with self._cuda.stream(stream):
-            gather(table, pages, staging)
+    def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        gather(table, pages, staging)
 
-    def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Stream) -> None:
-        with self._cuda.stream(stream):
-            scatter(table, pages, staging)
-
-    def reads_host(self) -> bool:
-        # What cudaHostAlloc gives is read so anyway; what cudaHostRegister has pinned, where the device says so.
-        attribute = self._bindings.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
-        error, value = self._bindings.cudaDeviceGetAttribute(attribute, self.device.index or 0)
-        if error.value:
-            raise RuntimeError(f"cudaDeviceGetAttribute: {error.name}")
-        return bool(value)
-
-    def pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, stream: Stream) -> None:
-        with self._cuda.stream(stream):
-            pull(table, hosts, pages)
+    def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        scatter(table, pages, staging)
 
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Any) -> None:
-        kind = self._kinds[to_host]
-        with self._cuda.device(
-            self.device
-        ):  # this thread's context, or cuda-bindings would make one on GPU 0
-            for piece in pieces:
-                device, host = (
-                    (piece.device_address, piece.device_pitch),
-                    (piece.host_address, piece.host_pitch),
-                )
-                target, source = (host, device) if to_host else (device, host)
-                (error,) = self._copy(*target, *source, piece.width, piece.height, kind, stream.cuda_stream)
-                if error.value:
-                    self._forget_error()  # or the next launch of somebody else reports it
-                    raise RuntimeError(f"cudaMemcpy2DAsync: {error.name} for {piece}")
+        kind, handle = self._kinds[to_host], stream.cuda_stream
+        for piece in pieces:
+            device, host = (
+                (piece.device_address, piece.device_pitch),
+                (piece.host_address, piece.host_pitch),
+            )
+            target, source = (host, device) if to_host else (device, host)
+            (error,) = self._copy(*target, *source, piece.width, piece.height, kind, handle)
+            if error.value:
+                self._forget_error()  # or the next launch of somebody else reports it
+                raise RuntimeError(f"cudaMemcpy2DAsync: {error.name} for {piece}")
+
+    def batches(self) -> bool:
+        return self._batch is not None
+
+    def copy_batch(self, pieces: Pieces, *, stream: Any) -> None:
+        assert self._batch is not None
+        self._batch(pieces, stream.cuda_stream)
 
     def poll(self, done: Callable[[], bool]) -> None:
         began = time.perf_counter()

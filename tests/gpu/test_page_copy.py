@@ -12,14 +12,14 @@ from glm_kernels.page_copy import (
     Rows,
     gather,
     gather_reference,
-    pull,
-    pull_reference,
     scatter,
     scatter_reference,
 )
 
+from glm_sglang.cache.cuda_batch import Pieces, Spans, addresses_of
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
+from glm_sglang.cache.cuda_plan import Span
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages, device_pages
 from tests.unit.page_copy.layouts import CASES, PAGES, Case, pool
@@ -27,7 +27,7 @@ from tests.unit.page_copy.pages_on_sim import COPIED, HEADER, SLOT, WAYS, Slot, 
 
 pytestmark = pytest.mark.gpu
 POOL = 40
-both_ways = pytest.mark.parametrize("most_calls", WAYS.values(), ids=WAYS)
+both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 KINDS = {"fp8": (torch.float8_e4m3fn, 656), "bf16": (torch.bfloat16, 576)}
 LAYERS = 6
 OWNERS = (0, 1, 2, 5)  # of an indexer
@@ -64,37 +64,6 @@ def test_scatter_equals_the_reference(case: Case, which: str) -> None:
     staging = torch.randint(0, 256, (len(PAGES[which]), case.page_bytes), dtype=torch.uint8, device="cuda")
     scatter(CopyTable(got), numbers(which), staging)
     scatter_reference(want, numbers(which), staging)
-    assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("programs", [1, 16, 132])
-@pytest.mark.parametrize("which", PAGES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_pull_equals_the_reference(case: Case, which: str, programs: int) -> None:
-    """All buffers, and all but the first, from pinned pages in any order."""
-    host = torch.randint(0, 256, (12, 128 + case.page_bytes), dtype=torch.uint8).pin_memory()[:, 128:]
-    places = shuffled(12, 3)[: len(PAGES[which])]
-    hosts = torch.tensor([host[place].data_ptr() for place in places], dtype=torch.int64, device="cuda")
-    for first in (0, 1):
-        got, want = (pool(case, 12, "cuda", empty=True)[first:] for _ in range(2))
-        pull(CopyTable(got), hosts, numbers(which), programs=programs)
-        pull_reference(want, hosts, numbers(which))
-        assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
-
-
-def test_pull_of_rows_that_are_not_aligned() -> None:
-    got, want = (
-        [
-            Rows(torch.zeros(9, size, dtype=torch.uint8, device="cuda"), at)
-            for size, at in ((33, 0), (16401, 33))
-        ]
-        for _ in range(2)
-    )
-    host = torch.randint(0, 256, (4, 16435), dtype=torch.uint8).pin_memory()
-    hosts = torch.tensor([host[place, 1:].data_ptr() for place in (2, 0, 3, 1)], device="cuda")
-    pages = torch.tensor([8, 0, 3, 5], device="cuda")
-    pull(CopyTable(got), hosts, pages)
-    pull_reference(want, hosts, pages)
     assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
 
 
@@ -159,10 +128,8 @@ def pinned(page_bytes: int, slots: int) -> list[Slot]:
     return [Slot(memory[slot * size + HEADER : slot * size + HEADER + page_bytes]) for slot in range(slots)]
 
 
-def small(pages: DevicePages, most_calls: int = COPIED) -> CudaPageCopier:
-    """Slots of three pages, steps of half a page, so that the ring turns and layers go apart. Loads are copied, or
-    pulled.
-    """
+def small(pages: DevicePages, way: dict[str, int] = COPIED) -> CudaPageCopier:
+    """Slots of three pages, steps of half a page, so that the ring turns and layers go apart."""
     size = pages.layout.page_bytes
     return CudaPageCopier(
         pages,
@@ -171,19 +138,20 @@ def small(pages: DevicePages, most_calls: int = COPIED) -> CudaPageCopier:
         slot_bytes=3 * size,
         step_bytes=size // 2,
         call_bytes=1,
-        most_calls=most_calls,
+        piece_bytes=1,
+        **way,
     )
 
 
 @both_ways
 @pytest.mark.parametrize("host_order", ["neighbours", "scattered"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str, most_calls: int) -> None:
+def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str, way: dict[str, int]) -> None:
     sglang_pool = make_pool(kind)
     pages = device_pages(sglang_pool, 64)
     assert pages.layout.page_bytes == 64 * (LAYERS * (656 if kind == "fp8" else 1152) + len(OWNERS) * 132)
     truth = fill(pages, 1)
-    copier = small(pages, most_calls)
+    copier = small(pages, way)
     slots = pinned(pages.layout.page_bytes, POOL)
     of = [1 + number for number in shuffled(POOL - 1, 5)]
     host = (
@@ -201,14 +169,14 @@ def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str, 
 
 @both_ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_thread_waits_and_the_streams_do(kind: str, most_calls: int) -> None:
+def test_no_thread_waits_and_the_streams_do(kind: str, way: dict[str, int]) -> None:
     """The forward writes late; the save that was queued before must read what it wrote, and the reader of a load must
     see each layer whole. Between, a wait for the device in our calls raises.
     """
     pages = device_pages(make_pool(kind), 64)
     truth = fill(pages, 3)
     parts = [part for layer in pages.layers for part in layer]
-    copier = small(pages, most_calls)
+    copier = small(pages, way)
     counter = StreamLayerCounter(LAYERS, copier)
     slots = pinned(pages.layout.page_bytes, 6)
     cuda: Any = torch.cuda
@@ -261,14 +229,14 @@ def test_no_thread_waits_and_the_streams_do(kind: str, most_calls: int) -> None:
 
 @both_ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_launch_goes_on_while_its_load_is_under_way(kind: str, most_calls: int) -> None:
+def test_a_launch_goes_on_while_its_load_is_under_way(kind: str, way: dict[str, int]) -> None:
     """The batch before keeps the load from landing; two batches are launched over it, the second into the same slots, and
     then these are another's. Who reads and writes them comes in that order, whoever has gone on.
     """
     pages = device_pages(make_pool(kind), 64)
     truth = fill(pages, 6)
     parts = [part for layer in pages.layers for part in layer]
-    copier = small(pages, most_calls)
+    copier = small(pages, way)
     counter = StreamLayerCounter(LAYERS, copier)
     slots = pinned(pages.layout.page_bytes, 12)
     cuda: Any = torch.cuda
@@ -311,13 +279,13 @@ def test_a_launch_goes_on_while_its_load_is_under_way(kind: str, most_calls: int
 
 
 @both_ways
-def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then(most_calls: int) -> None:
+def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then(way: dict[str, int]) -> None:
     """As SGLang computes them: on a stream that waits for the forward before. Their owner lets them go at once, and the
     memory goes to what that stream allocates next.
     """
     pages = device_pages(make_pool("fp8"), 64)
     truth = fill(pages, 8)
-    copier = small(pages, most_calls)
+    copier = small(pages, way)
     host = pinned(pages.layout.page_bytes, 6)
     cuda: Any = torch.cuda
     forward, schedule = cuda.Stream(), cuda.Stream()
@@ -346,7 +314,9 @@ def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then
 
 
 @both_ways
-def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured(most_calls: int) -> None:
+def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured(
+    way: dict[str, int],
+) -> None:
     from lmcache.v1.memory_management import MemoryFormat
 
     from glm_sglang.cache.cuda_pinned import CudaPinner, PinnedMemory
@@ -370,9 +340,7 @@ def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captu
     blocks = list(made.allocator.free_blocks)
     assert all(block.raw_data.is_pinned() for block in blocks)
     slots = [Slot(block.raw_data[HEADER : HEADER + pages.layout.page_bytes]) for block in blocks]
-    copier = CudaPageCopier(
-        pages, CudaRuntime(pages.device), region_of=memory.region_of, most_calls=most_calls
-    )
+    copier = CudaPageCopier(pages, CudaRuntime(pages.device), region_of=memory.region_of, **way)
     of = [1 + number for number in shuffled(20, 2)]
     copier.save(of, slots)
     fill(pages, 5)
@@ -393,3 +361,41 @@ def test_a_copy_that_cuda_refuses_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync: cudaError"):
         copier.save([1], [Nowhere()])  # type: ignore[list-item]
+
+
+def test_a_batch_that_cuda_refuses_is_an_error_of_its_own_only() -> None:
+    pages = device_pages(make_pool("fp8"), 64)
+    runtime = CudaRuntime(pages.device)
+    assert runtime.batches()
+    stream, staging = runtime.stream(urgent=False), runtime.staging(64)
+    nowhere = Spans([Span(0, 64, 0)], 64).pieces(addresses_of([0]), staging.data_ptr())
+    with runtime.on(stream), pytest.raises(RuntimeError, match="cuMemcpyBatchAsync: CUDA_ERROR"):
+        runtime.copy_batch(nowhere, stream=stream)
+    torch.cuda.synchronize()
+    assert int(torch.ones(3, device="cuda").sum()) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scattered_pages_come_in_batches_of_the_copiers_own_choice(kind: str) -> None:
+    """As a server loads them: enough pages that strided copies would be too many."""
+    pages = device_pages(make_pool(kind), 64)
+    truth = fill(pages, 9)
+    runtime = CudaRuntime(pages.device)
+    batches: list[int] = []
+    batch = runtime.copy_batch
+
+    def counted(pieces: Pieces, *, stream: Any) -> None:
+        batches.append(len(pieces.sizes))
+        batch(pieces, stream=stream)
+
+    runtime.copy_batch = counted  # type: ignore[method-assign]
+    copier = CudaPageCopier(pages, runtime, step_bytes=1, call_bytes=1, piece_bytes=1)
+    slots = pinned(pages.layout.page_bytes, 3 * POOL)
+    of = [1 + number for number in shuffled(POOL - 1, 5)]
+    host = [slots[place] for place in shuffled(3 * POOL, 7)[: len(of)]]
+    copier.save(of, host)
+    fill(pages, 10)
+    copier.load([slots_of(of, "cuda")], host, lambda layer: None)
+    torch.cuda.synchronize()
+    assert sum(batches) == len(of) * (LAYERS + len(OWNERS))  # a layer at a time, main KV and index keys
+    assert same(pages, truth, of, of)

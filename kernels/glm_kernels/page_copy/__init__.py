@@ -1,11 +1,8 @@
-"""Pages of a paged KV pool, all layers at once, into a staging slot and back, or out of pinned host memory; the exact
-references beside them.
-"""
+"""Pages of a paged KV pool, all layers at once, into a staging slot and back; the exact references beside them."""
 
 from __future__ import annotations
 
 from glm_kernels.page_copy.kernels import CopyTable, gather, scatter
-from glm_kernels.page_copy.pull import pull, pull_reference
 from glm_kernels.page_copy.reference import gather_reference, scatter_reference
 from glm_kernels.page_copy.rows import Rows
 
@@ -14,8 +11,6 @@ __all__ = [
     "Rows",
     "gather",
     "gather_reference",
-    "pull",
-    "pull_reference",
     "scatter",
     "scatter_reference",
 ]

@@ -26,7 +26,7 @@ _VECTOR = 16
 
 
 @triton.jit
-def move(source, target, inside):  # type: ignore[no-untyped-def]
+def _move(source, target, inside):  # type: ignore[no-untyped-def]
     # Neither side is read again soon: the forward's lines stay in L2.
     values = tl.load(source, mask=inside, eviction_policy="evict_first")
     tl.store(target, values, mask=inside, eviction_policy="evict_first")
@@ -59,13 +59,13 @@ def _copy(  # type: ignore[no-untyped-def]
     # A multiple of 4 words where aligned, so that the mask is the same for the words of a vector.
     inside = word < (tl.multiple_of(words, 4) if ALIGNED else words)
     if TO_STAGING:
-        move(pool_at + word, staging_at + word, inside)
+        _move(pool_at + word, staging_at + word, inside)
     else:
-        move(staging_at + word, pool_at + word, inside)
+        _move(staging_at + word, pool_at + word, inside)
 
 
 class CopyTable:
-    """The lines of `_copy`, and of `pull`, for some buffers: int64 [chunks, 4] on their device, 32 bytes a chunk.
+    """The lines of `_copy` for some buffers: int64 [chunks, 4] on their device, 32 bytes a chunk.
 
     Holds the buffers, whose addresses it contains. Made once; copying it to the device waits for the current stream.
     """
@@ -89,7 +89,6 @@ class CopyTable:
             for row in rows
             for at in range(0, row.size, CHUNK)
         ]
-        self.device = self._extent.device
         self.chunks = len(lines)
         self.lines = torch.tensor(lines, dtype=torch.int64).to(rows[0].pool.device)
 

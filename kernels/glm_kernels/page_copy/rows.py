@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,11 +59,6 @@ def check_numbers(name: str, numbers: torch.Tensor) -> None:
         raise ValueError(
             f"{name}: expected contiguous int64 [n], found {numbers.dtype} {tuple(numbers.shape)}"
         )
-
-
-def host_bytes(address: int, size: int) -> torch.Tensor:
-    """uint8 [size]: host memory from an address on, a view of it, which does not keep it alive."""
-    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
 
 
 def check(of: Extent, pages: torch.Tensor, staging: torch.Tensor) -> None:

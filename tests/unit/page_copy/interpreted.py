@@ -8,8 +8,6 @@ from glm_kernels.page_copy import (
     Rows,
     gather,
     gather_reference,
-    pull,
-    pull_reference,
     scatter,
     scatter_reference,
 )
@@ -44,29 +42,7 @@ def main() -> None:
                 scatter_reference(twin, numbers, staging)
                 assert all(torch.equal(a.pool, b.pool) for a, b in zip(rows, twin, strict=True))
                 checked["scatter"] += 1
-    checked["pull"] = pulls()
     print(*(word for name in checked for word in (name, checked[name])))
-
-
-def pulls() -> int:
-    """GLM-5.x's layouts (bf16 and FP8 main KV, index keys of some layers), then sizes that are not aligned."""
-    checked = 0
-    for sizes in ((1152 * 64, 132 * 64), (656 * 64, 656 * 64, 132 * 64), (656 * 64,), (33, 16401)):
-        host = torch.randint(0, 256, (9, 128 + sum(sizes)), dtype=torch.uint8)[:, 128:]  # behind headers
-        for pages in ([], [5], [1, 2, 3, 4, 5], [7, 2, 4]):
-            at = torch.tensor([host[(4 * page) % 9].data_ptr() for page in pages], dtype=torch.int64)
-            numbers = torch.tensor(pages, dtype=torch.int64)
-            rows = buffers(sizes, 8)
-            for group in filter(None, (rows, rows[1:])):  # all layers, and some of them
-                for programs in (1, 3, 64):  # several chunks each, and fewer chunks than programs
-                    got, want = ([Rows(row.pool.clone(), row.start) for row in group] for _ in "ab")
-                    table = CopyTable(got)
-                    assert table.aligned == (sizes[0] != 33)
-                    pull(table, at, numbers, programs=programs)
-                    pull_reference(want, at, numbers)
-                    assert all(torch.equal(a.pool, b.pool) for a, b in zip(got, want, strict=True))
-                    checked += 1
-    return checked
 
 
 if __name__ == "__main__":

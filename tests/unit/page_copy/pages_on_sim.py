@@ -18,8 +18,9 @@ from tests.unit.page_copy.simulator import SimDevice
 HEADER = 128
 SLOT = 512
 TOKENS = 64
-COPIED, PULLED = 1 << 30, 0  # strided copies that a load may take
-WAYS = {"copied": COPIED, "pulled": PULLED}
+COPIED = {"most_calls": 1 << 30}
+BATCHED = {"most_calls": 0, "call_pieces": 1 << 30}
+WAYS = {"copied": COPIED, "batched": BATCHED}  # of `CudaLoads`, whatever it would choose
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ def host_pages(case: Case, slots: int) -> tuple[torch.Tensor, list[Slot]]:
 
 
 def copier(
-    pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int = 2, most_calls: int = COPIED
+    pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int = 2, **way: int
 ) -> CudaPageCopier:
-    """Small slots, so that every load and save goes round the ring; loads are copied, or pulled."""
+    """Small slots, so that every load and save goes round the ring. Loads are copied, unless `way` says otherwise."""
     size = pages.layout.page_bytes
     return CudaPageCopier(
         pages,
@@ -63,7 +64,8 @@ def copier(
         slot_bytes=block * size + 64,
         step_bytes=size // 2,
         call_bytes=1,
-        most_calls=most_calls,
+        piece_bytes=1,
+        **(way or COPIED),
     )
 
 

@@ -11,12 +11,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from glm_kernels.page_copy import CopyTable, Rows, gather_reference, pull_reference, scatter_reference
+from glm_kernels.page_copy import CopyTable, Rows, gather_reference, scatter_reference
 
+from glm_sglang.cache.cuda_batch import Pieces
 from glm_sglang.cache.cuda_runtime import Strided
 from glm_sglang.cache.slots import numbers_on_device
 
@@ -82,6 +84,8 @@ class SimDevice:
         self.paused = False
         self.stuck: set[SimStream] = set()  # streams on which nothing runs
         self.may_not_poll: int | None = None  # a thread that waits for nothing
+        self.has_batches = True
+        self._on = threading.local()
         self._lock = threading.RLock()
 
     def _new(self) -> SimStream:
@@ -120,7 +124,16 @@ class SimDevice:
         return self._new()
 
     def current(self) -> SimStream:
-        return self.current_stream
+        stream: SimStream = getattr(self._on, "stream", None) or self.current_stream
+        return stream
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self._on.stream = getattr(self._on, "stream", None), stream
+        try:
+            yield
+        finally:
+            self._on.stream = before
 
     def event(self) -> SimEvent:
         return SimEvent(self)
@@ -134,35 +147,26 @@ class SimDevice:
     def table(self, rows: Sequence[Rows]) -> CopyTable:
         return CopyTable(rows)
 
-    def numbers(self, values: Sequence[int], stream: Any) -> torch.Tensor:
+    def numbers(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
     def page_numbers(
-        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int], stream: Any
+        self, slots: Sequence[torch.Tensor], page_tokens: int, order: Sequence[int]
     ) -> torch.Tensor:
         numbers = torch.full((len(order),), -1, dtype=torch.int64)  # until then they are no pages
         places = torch.tensor(order, dtype=torch.int64)
-        stream.put(lambda: numbers.copy_(numbers_on_device(slots, page_tokens)[places]))
+        self._put(lambda: numbers.copy_(numbers_on_device(slots, page_tokens)[places]))
         return numbers
 
-    def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Any) -> None:
-        stream.put(lambda: gather_reference(table.rows, pages, staging))
+    def gather(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        self._put(lambda: gather_reference(table.rows, pages, staging))
 
-    def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor, stream: Any) -> None:
-        stream.put(lambda: scatter_reference(table.rows, pages, staging))
+    def scatter(self, table: CopyTable, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        self._put(lambda: scatter_reference(table.rows, pages, staging))
 
-    def reads_host(self) -> bool:
-        return True
-
-    def pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor, stream: Any) -> None:
-        if self.copies == self.break_copy_at:
-            raise RuntimeError("the copy engine says no")
-        self.copies += 1
-        stream.put(lambda: self._pull(table, hosts, pages))
-
-    def _pull(self, table: CopyTable, hosts: torch.Tensor, pages: torch.Tensor) -> None:
-        pull_reference(table.rows, hosts, pages)
-        self.moved += 1
+    def _put(self, work: Callable[[], None]) -> None:
+        """On the stream that the calling thread is on."""
+        self._on.stream.put(work)
 
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Any) -> None:
         for piece in pieces:
@@ -173,6 +177,23 @@ class SimDevice:
 
     def _move(self, piece: Strided, to_host: bool) -> None:
         _copy(piece, to_host)
+        self.moved += 1
+
+    def batches(self) -> bool:
+        return self.has_batches
+
+    def copy_batch(self, pieces: Pieces, *, stream: Any) -> None:
+        if self.copies == self.break_copy_at:
+            raise RuntimeError("the copy engine says no")
+        self.copies += 1
+        stream.put(lambda: self._move_all(pieces))
+
+    def _move_all(self, pieces: Pieces) -> None:
+        order = list(range(len(pieces.sizes)))
+        self._random.shuffle(order)
+        for piece in order:
+            target, source, size = (int(one[piece]) for one in (pieces.targets, pieces.sources, pieces.sizes))
+            ctypes.memmove(target, source, size)
         self.moved += 1
 
     def poll(self, done: Callable[[], bool]) -> None:

@@ -26,7 +26,7 @@ MakeTree = Callable[..., Tree]
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
 def on_sim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
-    """Trees made after `on_sim(seed)` have their copies on the device that it gives; loads are copied, or pulled."""
+    """Trees made after `on_sim(seed)` have their copies on the device that it gives, loads either way."""
 
     def use(seed: int) -> SimDevice:
         device = SimDevice(seed)
@@ -40,7 +40,8 @@ def on_sim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
                 slot_bytes=2 * size,
                 step_bytes=size // 2,
                 call_bytes=1,
-                most_calls=request.param,
+                piece_bytes=1,
+                **request.param,
             )
 
         def parts(**fields: Any) -> Parts:

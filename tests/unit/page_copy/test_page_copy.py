@@ -17,11 +17,8 @@ from glm_kernels.page_copy import (
     Rows,
     gather_reference,
     kernels,
-    pull,
-    pull_reference,
     scatter_reference,
 )
-from glm_kernels.page_copy.pull import _pull
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -51,42 +48,6 @@ def test_scatter_writes_those_pages_and_no_other(case: Case, which: str) -> None
         for page in range(POOL):
             expected = content(buffer, page, row.size) if page in PAGES[which] else np.full(row.size, 255)
             assert np.array_equal(row.pool[page].numpy(), expected), (buffer, page)
-
-
-@pytest.mark.parametrize("which", PAGES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_pull_writes_those_pages_from_those_addresses_and_no_other(case: Case, which: str) -> None:
-    """Host page i, wherever it lies, to page i of the set; of the first buffer nothing, which is not asked for."""
-    host = torch.from_numpy(staged(case, PAGES[which])).flip(0)
-    addresses = [host[-1 - place].data_ptr() for place in range(len(PAGES[which]))]
-    rows = pool(case, POOL, empty=True)
-    pull_reference(rows[1:], torch.tensor(addresses, dtype=torch.int64), numbers(which))
-    for buffer, row in enumerate(rows):
-        for page in range(POOL):
-            there = buffer > 0 and page in PAGES[which]
-            expected = content(buffer, page, row.size) if there else np.full(row.size, 255)
-            assert np.array_equal(row.pool[page].numpy(), expected), (buffer, page)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "pages", "message"),
-    [
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int64), "hosts: expected contiguous int64"),
-        (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), "pages: expected contiguous"),
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), "3 host pages and 2 pages"),
-        (
-            torch.zeros(2, dtype=torch.int64),
-            torch.zeros(2, dtype=torch.int64, device="meta"),
-            "pages on meta",
-        ),
-    ],
-)
-def test_what_does_not_fit_a_pull_is_refused(hosts: torch.Tensor, pages: torch.Tensor, message: str) -> None:
-    rows = [Rows(torch.zeros(4, 16, dtype=torch.uint8), 0)]
-    with pytest.raises(ValueError, match=message):
-        pull(CopyTable(rows), hosts, pages)
-    with pytest.raises(ValueError, match=message):
-        pull_reference(rows, hosts, pages)
 
 
 def test_gather_leaves_other_bytes_of_wider_staging_alone() -> None:
@@ -144,8 +105,8 @@ def test_kernels_equal_references_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    # 2 layouts × 4 page sets × 2 pitches; 4 layouts, 3 of them also in part, × 4 page sets × 3 grids
-    assert done.stdout.split() == ["gather", "16", "scatter", "16", "pull", "84"]
+    # 2 layouts × 4 page sets × 2 pitches
+    assert done.stdout.split() == ["gather", "16", "scatter", "16"]
 
 
 def moved(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> list[str]:
@@ -161,11 +122,4 @@ def test_copies_compile_to_16_byte_accesses_for_hopper() -> None:
     signature = {"table": "*i64", "pages": "*i64", "staging": "i64", "pitch": "i64"}
     found = moved(kernels._copy, signature, {"TO_STAGING": True, "ALIGNED": True, "WORDS": 4096})
     assert len(found) == 16  # 16 KiB / 128 threads / 16 bytes, in and out
-    assert all(".v4.b32" in line for line in found)
-
-
-def test_a_pull_has_a_chunk_in_flight_in_16_byte_accesses_for_hopper() -> None:
-    signature = {"table": "*i64", "hosts": "*i64", "pages": "*i64", "chunks": "i32", "total": "i32"}
-    found = moved(_pull, signature, {"ALIGNED": True, "WORDS": 4096})
-    assert [line[:2] for line in found] == ["ld"] * 8 + ["st"] * 8  # all loads before the first store
     assert all(".v4.b32" in line for line in found)
