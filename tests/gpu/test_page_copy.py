@@ -367,10 +367,11 @@ def test_a_batch_that_cuda_refuses_is_an_error_of_its_own_only() -> None:
     pages = device_pages(make_pool("fp8"), 64)
     runtime = CudaRuntime(pages.device)
     assert runtime.batches()
-    stream, staging = runtime.stream(urgent=False), runtime.staging(64)
-    nowhere = Spans([Span(0, 64, 0)], 64).pieces(addresses_of([0]), staging.data_ptr())
-    with runtime.on(stream), pytest.raises(RuntimeError, match="cuMemcpyBatchAsync: CUDA_ERROR"):
-        runtime.copy_batch(nowhere, stream=stream)
+    runtime._batch._attributes.source_order = 0  # type: ignore[union-attr]  # CU_MEMCPY_SRC_ACCESS_ORDER_INVALID
+    stream, staging, host = runtime.stream(urgent=False), runtime.staging(64), pinned(64, 1)[0]
+    pieces = Spans([Span(0, 64, 0)], 64).pieces(addresses_of([host.address]), staging.data_ptr())
+    with runtime.on(stream), pytest.raises(RuntimeError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID"):
+        runtime.copy_batch(pieces, stream=stream)
     torch.cuda.synchronize()
     assert int(torch.ones(3, device="cuda").sum()) == 3
 
