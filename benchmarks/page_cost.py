@@ -37,8 +37,8 @@ from benchmarks import _result
 TOKENS = 64  # in a page
 INDEX_ROW = 132  # bytes a token of a layer's index keys
 BLOCK = 32  # pages of a step: 2,048 tokens
-SETS = 8  # of pages to fetch, each a block
-POOL = 5  # blocks
+# Of the pool: enough that all threads may have 8 MiB under way, as in any pool of a server, and five blocks.
+POOL_BYTES, POOL_BLOCKS = 17 * (8 << 20), 5
 QUEUED = 2  # blocks under way at once: a step that finds so many adds none
 ENDS = {"put": "", "miss": "miss", "get": "complete"}  # of the prefetches
 WAYS = tuple(ENDS)
@@ -166,9 +166,10 @@ class Rig:
             (("kv", TOKENS * shape.layers * shape.row), ("index", TOKENS * shape.indexers * INDEX_ROW)),
         )
         space = Namespace("page cost", str(shape), "fp8", layout)
+        pages = max(POOL_BLOCKS * block, POOL_BYTES // layout.page_bytes)
         config = TierConfig(
             url=url,
-            pool_bytes=POOL * block * (layout.page_bytes + 1024),
+            pool_bytes=pages * (layout.page_bytes + 1024),
             put_share=1.0,
             prefetch_share=1.0,
             request_timeout=30.0,
@@ -180,7 +181,8 @@ class Rig:
             self.store, NoCopies(), TOKENS, limit_pages=lambda: 1 << 30, count=lambda *_: None, audit=Audit()
         )
         self._indices = torch.arange(block * TOKENS)
-        self._sets = [self._names(f"kept {number}") for number in range(SETS)]
+        # One after the other, over and over, none of them is in the pool any more.
+        self._sets = [self._names(f"kept {number}") for number in range(pages // block + QUEUED + 1)]
         self._tickets: list[Any] = []
         self._ends: set[str] = set()
         self._serial = 0

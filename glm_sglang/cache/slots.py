@@ -12,13 +12,16 @@ def page_numbers(slots: Any, page_tokens: int) -> Sequence[int]:
     """Slots [pages · page_tokens], page by page → the pages' numbers. Waits for a device tensor: not for the
     scheduler thread. ValueError where the slots are not whole pages.
     """
-    # numpy from here on: each of torch's operations lets go of the interpreter, and has to get it back.
-    ends = slots.cpu().numpy().reshape(-1, page_tokens)
-    starts = ends[:, 0]
-    if (starts % page_tokens).any() or (ends[:, -1] != starts + (page_tokens - 1)).any():
+    host = slots if slots.device.type == "cpu" else slots.cpu()
+    # Plain numbers from here on: each of torch's operations lets go of the interpreter, and has to get it back.
+    host = host.numpy()
+    firsts, lasts = host[::page_tokens].tolist(), host[page_tokens - 1 :: page_tokens].tolist()
+    last = page_tokens - 1
+    if len(host) % page_tokens or any(
+        first % page_tokens or end != first + last for first, end in zip(firsts, lasts, strict=True)
+    ):
         raise ValueError(f"slots are not whole pages of {page_tokens} tokens")
-    numbers: list[int] = (starts // page_tokens).tolist()
-    return numbers
+    return [first // page_tokens for first in firsts]
 
 
 def numbers_on_device(slots: Sequence[torch.Tensor], page_tokens: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ _FIXED = struct.Struct(f"<8sHHI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ")
 _CHECKSUM = struct.Struct("<Q")
 _AT = _FIXED.size
 _ZEROS = bytes(HEADER_BYTES - _AT - _CHECKSUM.size)
+_WHOLE = struct.Struct(f"{_FIXED.format}Q{len(_ZEROS)}s")
 
 Fault = Literal["length", "magic", "version", "fingerprint", "key", "checksum"]
 FAULTS: tuple[Fault, ...] = ("length", "magic", "version", "fingerprint", "key", "checksum")
@@ -70,7 +71,9 @@ class Envelope:
             self._write(page.slot, key, digest)
 
     def _write(self, slot: memoryview, key: bytes, digest: int) -> None:
-        slot[:HEADER_BYTES] = self._head(key) + _CHECKSUM.pack(digest) + _ZEROS
+        _WHOLE.pack_into(
+            slot, 0, MAGIC, VERSION, HEADER_BYTES, 0, self._fingerprint, key, self._page_bytes, digest, _ZEROS
+        )
 
     def check(self, slot: memoryview, key: bytes, length: int) -> Fault | None:
         """Whether a value of `length` bytes that was read into `slot` is the page of `key`; None, or a fault.

@@ -3,12 +3,14 @@
 asyncio asks the kernel for events between any two rounds of callbacks, also where the next ones are ready; each question
 lets go of the interpreter, and beside a thread that computes in Python each costs that thread a switch. A job of
 LMCache's executor takes some ten rounds. On this loop nothing comes from the kernel but other threads' wake-ups, which
-can wait for a few rounds.
+can wait for a few rounds. And of those one is enough at a time, which one call of the kernel takes: asyncio sends one for
+each callback of another thread, and asks twice for what was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,26 @@ class _Busy(selectors.DefaultSelector):
         return super().select(timeout)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """UPSTREAM: asyncio's `_write_to_self`, `_read_from_self`, `_ssock` (Python 3.11 to 3.14)."""
+
+    def __init__(self) -> None:
+        self._woken = False  # a wake-up is on its way: what is added before it is seen, is seen with it
+        super().__init__(_Busy())
+
+    def _write_to_self(self) -> None:
+        if not self._woken:
+            self._woken = True
+            super()._write_to_self()  # type: ignore[misc]
+
+    def _read_from_self(self) -> None:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            self._ssock.recv(4096)  # type: ignore[attr-defined]
+        # Only now: none is sent in between, which the call would have taken with it. What was added until now is seen
+        # before the loop waits again.
+        self._woken = False
+
+
 def new() -> asyncio.AbstractEventLoop:
     """For a thread of its own."""
-    return asyncio.SelectorEventLoop(_Busy())
+    return _Loop()

@@ -47,12 +47,12 @@ class MedianRate:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)  # when, rate, seconds
 
     def note(self, amount: float, seconds: float) -> None:
         """Adds `amount` done in `seconds` busy seconds."""
         with self._lock:
-            self._seen.append((self._clock(), amount, seconds))
+            self._seen.append((self._clock(), amount / max(seconds, 1e-9), seconds))
 
     @property
     def value(self) -> float:
@@ -66,10 +66,10 @@ class MedianRate:
 
     def _median(self, since: float) -> float:
         with self._lock:
-            seen = [one for one in self._seen if one[0] >= since]
-        if sum(seconds for _, _, seconds in seen) < _ENOUGH:
+            seen = [(rate, seconds) for then, rate, seconds in self._seen if then >= since]
+        if sum([seconds for _, seconds in seen]) < _ENOUGH:
             return 0.0
-        return max(_LEAST, statistics.median(amount / max(seconds, 1e-9) for _, amount, seconds in seen))
+        return max(_LEAST, statistics.median([rate for rate, _ in seen]))
 
 
 class LoadMeter:

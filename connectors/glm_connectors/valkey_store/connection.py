@@ -23,10 +23,12 @@ from collections.abc import Sequence
 from glm_connectors.valkey_store.clients import ABSENT, MISFIT
 
 _LINE = 4096  # bytes of a reply's line at most; Valkey's error messages are shorter
-_SHORTEST = 5  # bytes of the shortest answer to a SET, "+OK", with its end; an error's is longer
-_PARTS = 1000  # of one sendmsg; Linux takes 1024
+_TAKEN = b"+OK\r\n"  # the shortest answer to a SET: an error's is longer
+_PARTS = 1000  # of one sendmsg or recvmsg_into; Linux takes 1024
 _NAME = b"glm_connectors"
 _LOOK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
+_FRESH = 1.0  # seconds after an answer in which a connection is taken to be as it was
+_GLANCE = 0.02  # seconds between two looks at values that may not be what is expected
 _WAITS = 4  # in a row without a byte, each a quarter of the timeout
 # Load balancers, NATs and firewalls forget a silent connection after minutes, Linux would ask after two hours. Seconds,
 # seconds, times.
@@ -73,6 +75,7 @@ class Connection:
             self._start = self._end = 0
             self._calls = 0
             self._heard = False  # a byte, since the last command began
+            self._answered = float("-inf")  # when a byte came last
             self._quiet = 0  # waits in a row
             self._unsent = -1  # bytes not yet acknowledged at the last of them; -1 unknown
             self._wait_at_most(connect_timeout / _WAITS)
@@ -89,6 +92,7 @@ class Connection:
                 # here only: a value is longer than such a client may send, and ends the connection without a word.
                 if str(error).startswith("NOAUTH"):
                     raise
+            self._timeout = timeout
             self._wait_at_most(timeout / _WAITS)
         except BaseException:
             self._socket.close()
@@ -98,9 +102,13 @@ class Connection:
         self._socket.close()
 
     def idle(self) -> bool:
-        """Whether the server still holds its end and nothing has come unasked. Never blocks."""
+        """Whether the server still holds its end and nothing has come unasked. Never blocks. Soon after an answer that is
+        taken for granted: to ask costs a turn of the interpreter, and a command that meets the end goes out again.
+        """
         if self._start != self._end:
             return False
+        if time.monotonic() - self._answered < _FRESH:
+            return True
         try:
             self._socket.recv(1, _LOOK)
         except BlockingIOError:
@@ -123,12 +131,16 @@ class Connection:
         if len(names) == 1:
             self._send([_command(b"GET", names)], deadline)
             return [self._value(buffers[0], deadline)]
-        self._send([_command(b"MGET", names)], deadline)
+        # The last one first: pages are saved from a prompt's beginning on, so where it is there, all are most likely.
+        self._send([_command(b"MGET", [names[-1], *names[:-1]])], deadline)
         head = self._head(deadline)
         if head != b"*%d" % len(names):
             raise OutOfStepError(f"expected an array of {len(names)} values, found {head[:40]!r}")
         try:
-            return [self._value(buffer, deadline) for buffer in buffers]
+            last, others = self._value(buffers[-1], deadline), buffers[:-1]
+            if last == buffers[-1].nbytes and self._all_fit(others, deadline):
+                return [buffer.nbytes for buffer in buffers]
+            return [*(self._value(buffer, deadline) for buffer in others), last]
         except (
             RefusedError
         ) as error:  # in the place of a value, as proxies answer; the other values are still to come
@@ -152,7 +164,11 @@ class Connection:
             between = expiry
         self._send([*parts, between], deadline)
         answers: list[RefusedError | None] = []
-        self._expect(len(names) * _SHORTEST, deadline)
+        self._expect(len(names) * len(_TAKEN), deadline)
+        if self._line[self._start : self._end] == _TAKEN * len(names):
+            self._start = self._end
+            self._forget()
+            return [None] * len(names)
         for _ in names:
             try:
                 head = self._head(deadline)
@@ -183,6 +199,7 @@ class Connection:
 
     def _send(self, parts: list[memoryview | bytes], deadline: float) -> None:
         first = 0
+        total = sum(map(len, parts))
         self._heard = False
         self._moved()
         while first < len(parts):
@@ -193,6 +210,8 @@ class Connection:
                 self._waited()
                 continue
             self._moved()
+            if not first and sent == total:
+                return
             while first < len(parts) and sent >= len(parts[first]):
                 sent -= len(parts[first])
                 first += 1
@@ -206,7 +225,7 @@ class Connection:
         looked = self._start
         while (end := self._line.find(b"\r\n", looked, self._end)) < 0:
             looked = max(self._start, self._end - 1)
-            if self._end == _LINE:
+            if self._end == len(self._line):
                 if not self._start:
                     raise OutOfStepError(f"a line without an end: {bytes(self._line[:40])!r}")
                 looked -= self._start
@@ -225,7 +244,7 @@ class Connection:
         while self._end < min(size, _LINE):
             self._more(deadline, min(size, _LINE), socket.MSG_WAITALL)
 
-    def _more(self, deadline: float, upto: int = _LINE, flags: int = 0) -> None:
+    def _more(self, deadline: float, upto: int | None = None, flags: int = 0) -> None:
         """Bytes into the line, behind those that it has."""
         while True:
             _check(deadline)
@@ -238,6 +257,7 @@ class Connection:
                 raise ConnectionResetError("the server closed the connection")
             self._heard = True
             self._moved()
+            self._answered = time.monotonic()
             self._end += came
             return
 
@@ -270,30 +290,81 @@ class Connection:
         """Fills `parts`; how many bytes they are."""
         total = sum(map(len, parts))
         while parts:
-            if self._start != self._end:
-                came = min(self._end - self._start, len(parts[0]))
-                parts[0][:came] = self._line[self._start : self._start + came]
-                self._start += came
-                self._forget()
-            else:
-                _check(deadline)
-                try:
-                    came, _, _, _ = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)
-                except BlockingIOError:
-                    self._waited()
-                    continue
-                if not came:
-                    raise ConnectionResetError("the server closed the connection within a value")
-                self._moved()
-            while parts and came >= len(parts[0]):
-                came -= len(parts.pop(0))
-            if came:
-                parts[0] = parts[0][came:]
+            if not self._fill(parts, deadline):
+                self._waited()
         return total
+
+    def _fill(self, parts: list[memoryview], deadline: float) -> bool:
+        """One step of it: takes off `parts` what it has filled. False where nothing came in time."""
+        if self._start != self._end:
+            came = min(self._end - self._start, len(parts[0]))
+            parts[0][:came] = self._line[self._start : self._start + came]
+            self._start += came
+            self._forget()
+        else:
+            _check(deadline)
+            try:
+                came, _, _, _ = self._socket.recvmsg_into(parts[:_PARTS], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                return False
+            if not came:
+                raise ConnectionResetError("the server closed the connection within a value")
+            self._moved()
+        first = 0
+        while first < len(parts) and came >= len(parts[first]):
+            came -= len(parts[first])
+            first += 1
+        del parts[:first]
+        if came:
+            parts[0] = parts[0][came:]
+        return True
+
+    def _all_fit(self, buffers: Sequence[memoryview], deadline: float) -> bool:
+        """Receives values of which each is expected to fill its buffer, in one call of the kernel for all of them: with a
+        call a value, each costs a turn of the interpreter. False where they are others: what came is in the line again.
+
+        Values that are not there leave fewer bytes than expected, so a wait is short and followed by a look at what has
+        come so far.
+        """
+        between = [
+            b"%s$%d\r\n" % (b"\r\n" if number else b"", one.nbytes) for number, one in enumerate(buffers)
+        ]
+        expected = b"".join([*between, b"\r\n"])
+        found = bytearray(len(expected))
+        parts: list[memoryview] = []
+        at = 0
+        for text, buffer in zip([*between, b"\r\n"], [*buffers, None], strict=True):
+            parts.append(memoryview(found)[at : at + len(text)])
+            at += len(text)
+            if buffer is not None:
+                parts.append(buffer)
+        left, since = list(parts), time.monotonic()
+        self._wait_at_most(_GLANCE)
+        try:
+            while left:
+                if self._fill(left, deadline):
+                    since = time.monotonic()
+                elif time.monotonic() - since >= self._timeout:
+                    raise TimeoutError("timed out")
+                came = sum(map(len, parts)) - sum(map(len, left))
+                if not _begins(parts, came, expected):
+                    self._give_back(parts, came)
+                    return False
+        finally:
+            self._wait_at_most(self._timeout / _WAITS)
+        return True
+
+    def _give_back(self, parts: Sequence[memoryview], came: int) -> None:
+        """The first `came` bytes of `parts` are to be read anew."""
+        kept = bytearray(b"".join(parts)[:came]) + self._line[self._start : self._end]
+        self._start, self._end = 0, len(kept)
+        self._line = kept + bytearray(_LINE)
 
     def _forget(self) -> None:
         if self._start == self._end:
             self._start = self._end = 0
+            if len(self._line) > _LINE:
+                self._line = bytearray(_LINE)
 
     # -- how long -------------------------------------------------------------------------------------------
 
@@ -319,6 +390,18 @@ class Connection:
         self._unsent = unsent[0]
         if self._quiet >= _WAITS:
             raise TimeoutError("timed out")
+
+
+def _begins(parts: Sequence[memoryview], came: int, expected: bytes) -> bool:
+    """Whether what lies between values, every other one of `parts`, is `expected` as far as the first `came` bytes go."""
+    seen = bytearray()
+    for number, part in enumerate(parts):
+        if came <= 0:
+            break
+        if number % 2 == 0:
+            seen += part[:came]
+        came -= len(part)
+    return expected.startswith(seen)
 
 
 def _check(deadline: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore
+from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore, saves
 from glm_connectors.tiers.envelope import Envelope
 from glm_connectors.valkey_store import EmbeddedServer
 from ranks import LAYOUT, NAMESPACE, Rank, bytes_of, keys, until
@@ -253,6 +253,59 @@ def test_pages_evicted_before_their_put_has_run_are_stored_as_themselves(
     dropped = sum(writer.metrics.snapshot()["cache_dropped_saves"].values())
     assert saved + dropped == 150
     until(writer.idle)
+
+
+class Jobs:
+    """An executor's jobs, counted."""
+
+    def __init__(self, saver: Any) -> None:
+        self._submit, self.count = saver._executor.submit_job, 0
+        saver._executor.submit_job = self.submit
+
+    async def submit(self, *args: Any) -> Any:
+        self.count += 1
+        return await self._submit(*args)
+
+
+def test_saves_that_follow_each_other_are_one_job(
+    server: EmbeddedServer, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block is one round trip: the worker that put the one before waits for it. `close` does not wait for it."""
+    monkeypatch.setattr(saves, "_LINGER", 300.0)
+    writer = rank(server.url)
+    jobs = Jobs(writer.store._remote.saver)
+    puts: list[int] = []
+    put = writer.store._remote.valkey.put
+    monkeypatch.setattr(
+        writer.store._remote.valkey,
+        "put",
+        lambda node, names, values: (puts.append(len(names)), put(node, names, values)),
+    )
+    for number in range(10):
+        assert writer.save(keys(10, f"block {number}")) == 10
+    assert jobs.count == 1
+    assert puts == [10] * 10
+    until(writer.idle)
+
+
+def test_a_burst_is_put_by_all_workers_in_groups(
+    server: EmbeddedServer, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 pages, of which a group is 12 in a pool of 200 (200 // 16): 9 round trips."""
+    writer = rank(server.url)
+    jobs = Jobs(writer.store._remote.saver)
+    puts: list[int] = []
+    put = writer.store._remote.valkey.put
+    monkeypatch.setattr(
+        writer.store._remote.valkey,
+        "put",
+        lambda node, names, values: (puts.append(len(names)), put(node, names, values)),
+    )
+    assert writer.save(keys(100)) == 100
+    assert sum(puts) == 100
+    assert len(puts) == 9
+    assert max(puts) == 12
+    assert jobs.count <= len(puts)
 
 
 def test_the_save_queue_is_bounded_by_count(server: EmbeddedServer, proxy: Proxy, rank: Make) -> None:

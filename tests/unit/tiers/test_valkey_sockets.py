@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -383,13 +384,79 @@ def script() -> Iterator[Callable[..., Script]]:
 def test_answers_are_the_same_wherever_they_are_cut(
     piece: int, script: Callable[..., Script], connect: Make
 ) -> None:
-    answer = b"*4\r\n$5\r\n\r\n$1\r\r\n$-1\r\n$0\r\n\r\n$12\r\nhello, world\r\n"
+    """Of several the last is asked for first."""
+    answer = b"*4\r\n$12\r\nhello, world\r\n$5\r\n\r\n$1\r\r\n$-1\r\n$0\r\n\r\n"
     data = connect(script(answer, piece=piece).url)
     buffers = room(5, 5, 5, 20)
     assert data.read(0, list("abcd"), buffers) == [5, ABSENT, 0, 12]
     assert [bytes(buffer) for buffer in buffers] == [
         b"\r\n$1\r", bytes(5), bytes(5), b"hello, world" + bytes(8),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    ("others", "found", "bytes_of"),
+    [
+        (b"$3\r\nabc\r\n$3\r\n$-1\r\n$3\r\n\r\n$\r\n", [3, 3, 3], [b"abc", b"$-1", b"\r\n$"]),
+        (b"$-1\r\n$3\r\ndef\r\n$3\r\nghi\r\n", [ABSENT, 3, 3], [None, b"def", b"ghi"]),
+        (b"$3\r\nabc\r\n$3\r\ndef\r\n$-1\r\n", [3, 3, ABSENT], [b"abc", b"def", None]),
+        (b"$-1\r\n$-1\r\n$-1\r\n", [ABSENT] * 3, [None] * 3),
+        (b"$3\r\nabc\r\n$2\r\nde\r\n$3\r\nghi\r\n", [3, 2, 3], [b"abc", b"de", b"ghi"]),
+        (b"$3\r\nabc\r\n$12\r\nhello, world\r\n$3\r\nghi\r\n", [3, MISFIT, 3], [b"abc", None, b"ghi"]),
+        (b"$0\r\n\r\n$3\r\ndef\r\n$4\r\nfour\r\n", [0, 3, MISFIT], [b"", b"def", None]),
+    ],
+    ids=["all fit", "first absent", "last absent", "none", "shorter", "longer", "both"],
+)
+def test_values_that_are_not_what_the_last_one_promised(
+    piece: int,
+    others: bytes,
+    found: list[int],
+    bytes_of: list[bytes | None],
+    script: Callable[..., Script],
+    connect: Make,
+) -> None:
+    """The last one fills its buffer, so the others are received as if they did. The connection stays in step."""
+    data = connect(script(b"*4\r\n$3\r\nxyz\r\n" + others, piece=piece).url)
+    buffers = room(3, 3, 3, 3)
+    assert data.read(0, list("abcd"), buffers) == [*found, 3]
+    for buffer, length, expected in zip(buffers, found, bytes_of, strict=False):
+        assert expected is None or bytes(buffer[:length]) == expected
+    assert bytes(buffers[3]) == b"xyz"
+    assert data._connections.of(0).idle()  # nothing is left of the answer
+
+
+class Counted:
+    """A socket whose calls of the kernel for bytes are counted."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.calls = inner, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sendmsg", "recv_into", "recvmsg_into"):
+            self.calls[name] += 1
+        return getattr(self._inner, name)
+
+
+def test_calls_of_the_kernel_do_not_grow_with_the_values(server: EmbeddedServer, connect: Make) -> None:
+    """Each costs a thread that computes in Python a turn: 60 values of 4 KiB go and come with as many as 6."""
+    data = connect(server.url)
+    made: dict[int, Counter[str]] = {}
+    for count in (6, 60):
+        names, values = [f"{number}" for number in range(count)], [bytes([n]) * 4096 for n in range(count)]
+        data.write(0, names, [memoryview(value) for value in values])
+        connection = data._connections.of(0)
+        connection._socket = counted = Counted(connection._socket)  # type: ignore[assignment]
+        data.write(0, names, [memoryview(value) for value in values])
+        buffers = room(*[4096] * count)
+        assert data.read(0, names, buffers) == [4096] * count
+        assert [bytes(buffer) for buffer in buffers] == values
+        connection._socket = counted._inner
+        made[count] = counted.calls
+    assert made[60] == made[6]
+    assert made[6]["sendmsg"] == 2
+    assert made[6]["recv_into"] == 2  # the answers to the SETs, the head of the array
+    assert made[6]["recvmsg_into"] <= 2  # the rest of the last value, all others
 
 
 @pytest.mark.parametrize(
