@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cProfile
-import ctypes
 import pstats
 import statistics
 import threading
@@ -17,7 +16,6 @@ import torch
 
 from benchmarks._page_memory import (
     LAYERS,
-    MAIN,
     HostPage,
     device_seconds,
     rate,
@@ -25,10 +23,8 @@ from benchmarks._page_memory import (
     shuffled,
     slots_of,
 )
-from glm_sglang.cache.cuda_batch import OVERLAP, BatchCopy, Spans, addresses_of
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
-from glm_sglang.cache.cuda_plan import Span
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages
 
@@ -45,28 +41,14 @@ class Memory(Protocol):
     def scattered(self, count: int) -> list[HostPage]: ...
 
 
-_STAGE = 64 << 20
 _SHOWN = 15  # lines of a profile
 
 
 class Loads:
-    """Of the copier as it chooses, and each way whatever it would choose: strided copies, batches, and batches without
-    the hint that they should leave the SMs alone.
-    """
+    """Of host pages that are neighbours, and of scattered ones."""
 
     def __init__(self, copies: Memory) -> None:
         self._copies = copies
-        unhinted = CudaRuntime(copies.device.device)
-        unhinted._batch = _batch_copy(0)
-
-        def batched(runtime: CudaRuntime) -> CudaPageCopier:
-            return CudaPageCopier(copies.device, runtime, most_calls=0, call_pieces=1 << 30)
-
-        self._ways = {
-            "strided": CudaPageCopier(copies.device, copies.runtime, most_calls=1 << 30),
-            "batched": batched(copies.runtime),
-            "batched_unhinted": batched(unhinted),
-        }
 
     def load(self, count: int, forward_ms: Sequence[float]) -> dict[str, Any]:
         """A load of `count` pages alone, and under forwards of 78 layers that take `forward_ms` by themselves.
@@ -77,40 +59,34 @@ class Loads:
         slots = [slots_of(shuffled(count))]
         host = self._copies.host[:count]
         apart = self._copies.scattered(count)
-        taken = seconds(lambda: self._copies.copier.load(slots, host, _ignore))
-        scattered = seconds(lambda: self._copies.copier.load(slots, apart, _ignore))
-        queued = {
-            f"{way}_{where}": self._queueing(copier, slots, pages)
-            for way, copier in self._ways.items()
-            for where, pages in (("neighbours", host), ("scattered", apart))
-        }
+        copier = self._copies.copier
+        places = {"": host, "scattered_": apart}
+        taken = {
+            name: seconds(lambda p=pages: copier.load(slots, p, _ignore)) for name, pages in places.items()
+        }  # type: ignore[misc]
         result: dict[str, Any] = {
             "pages": count,
             "gigabytes": round(size / 1e9, 3),
-            "load_ms": round(taken * 1e3, 2),
-            "load_gb_s": rate(size, taken),
-            "load_scattered_gb_s": rate(size, scattered),
-            "queued": queued,
-            "profiles": {
-                f"{way}_{where}": self._profile(self._ways[way], slots, pages)
-                for way, where, pages in (("strided", "neighbours", host), ("batched", "scattered", apart))
-            },
+            "load_ms": round(taken[""] * 1e3, 2),
+            "load_gb_s": rate(size, taken[""]),
+            "load_scattered_gb_s": rate(size, taken["scattered_"]),
         }
+        for name, pages in places.items():
+            result[f"{name}queueing_ms"] = self._queueing(copier, slots, pages)
+            result[f"{name}queueing_profile"] = self._profile(copier, slots, pages)
         for wanted in forward_ms:
             forward = Forward(wanted)
             without = seconds(lambda forward=forward: forward.run(None))  # type: ignore[misc]
-            name = f"under_a_forward_of_{wanted:.0f}_ms"
-            result[name] = self._exposed(self._copies.copier, forward, without, slots, host, taken)
-            for way, copier in self._ways.items():
-                result[f"{way}_scattered_{name}"] = self._exposed(
-                    copier, forward, without, slots, apart, taken
+            for name, pages in places.items():
+                result[f"{name}under_a_forward_of_{wanted:.0f}_ms"] = self._exposed(
+                    copier, forward, without, slots, pages, taken[name]
                 )
         return result
 
     def _queueing(
         self, copier: CudaPageCopier, slots: Sequence[torch.Tensor], host: Sequence[HostPage]
-    ) -> dict[str, float]:
-        """What a launch waits for where nothing else delays the load's thread, and the rate of the load."""
+    ) -> float:
+        """Milliseconds that a launch waits for where nothing else delays the load's thread."""
         queueing: list[float] = []
 
         def work() -> None:
@@ -119,11 +95,8 @@ class Loads:
             queueing.append(time.perf_counter() - began)
             end()
 
-        taken = seconds(work)
-        return {
-            "queueing_ms": round(statistics.median(queueing[1:]) * 1e3, 3),
-            "gb_s": rate(len(host) * self._copies.page_bytes, taken),
-        }
+        seconds(work)
+        return round(statistics.median(queueing[1:]) * 1e3, 3)
 
     def _profile(
         self, copier: CudaPageCopier, slots: Sequence[torch.Tensor], host: Sequence[HostPage]
@@ -203,49 +176,6 @@ class Loads:
         waits.append((waited[0], time.perf_counter() - began))
         torch.cuda.synchronize()
         thread.join()
-
-    def batches(self, count: int) -> dict[str, dict[str, float]]:
-        """Batches by themselves, of main KV of so many layers of `count` scattered pages: GB/s over the bus, and what a
-        piece takes the host. Rounds: the same again, before the first has ended; a full queue shows in the last.
-        """
-        found: dict[str, dict[str, float]] = {}
-        staging = torch.empty(_STAGE, dtype=torch.uint8, device="cuda")
-        stream: Any = self._copies.copier.loads.copies
-        at = sorted(page.address for page in self._copies.scattered(count))
-        for layers, rounds in ((1, 1), (2, 1), (7, 1), (16, 1), (2, 32), (7, 32)):
-            size = layers * MAIN
-            each = _STAGE // size
-            spans = Spans([Span(0, size, 0)], size)
-            blocks = [addresses_of(at[start : start + each]) for start in range(0, count, each)]
-            for flags, hint in ((OVERLAP, "hinted"), (0, "unhinted")):
-                copy = _batch_copy(flags)
-                submitted: list[list[float]] = []
-
-                def work() -> None:
-                    took = []
-                    for _ in range(rounds):  # noqa: B023  (called within the loop)
-                        began = time.perf_counter()
-                        for block in blocks:  # noqa: B023
-                            copy(spans.pieces(block, staging.data_ptr()), stream.cuda_stream)  # noqa: B023
-                        took.append(time.perf_counter() - began)
-                    submitted.append(took)  # noqa: B023
-                    torch.cuda.synchronize()
-
-                taken = seconds(work)
-                first, last = (
-                    round(statistics.median(took[at] for took in submitted[1:]) / count * 1e6, 3)
-                    for at in (0, -1)
-                )
-                found[f"{layers}_layers_{rounds}_rounds_{hint}"] = {
-                    "gb_s": rate(rounds * count * size, taken),
-                    "host_us_a_piece": first,
-                    "host_us_a_piece_in_the_last_round": last,
-                }
-        return found
-
-
-def _batch_copy(flags: int) -> BatchCopy:
-    return BatchCopy(ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device(), flags=flags)
 
 
 class Forward:

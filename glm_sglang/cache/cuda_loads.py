@@ -3,7 +3,8 @@
 The copy engine brings the pages into a staging slot, which a kernel scatters. The copies need no page numbers and run
 ahead of the forward before, as far as the slots reach; the scatter waits. The launch of the load's forward waits until
 all are queued, so the host's time for it counts. Host pages that lie next to each other are one strided copy a run,
-which moves as much as the bus does; where that would be many, one call takes all pages of a slot (`cuda_batch`).
+which moves as much as the bus does; scattered ones take more layers a copy, and the launch waits about as long as they
+are copied. docs/decisions.md has what else was measured for these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from glm_kernels.page_copy import CopyTable, Rows
 
 from glm_sglang.cache import cuda_plan
 from glm_sglang.cache.copier import HostPage
-from glm_sglang.cache.cuda_batch import Addresses, Spans, addresses_of
 from glm_sglang.cache.cuda_ring import Ring
 from glm_sglang.cache.cuda_runtime import Event, Runtime, Strided
 from glm_sglang.cache.device_pages import DevicePages
@@ -25,13 +25,8 @@ _STEP_BYTES = 8 << 20  # of a load's first step: 0.15 ms over PCIe 5, against so
 # Of one strided copy, at least, where a load has so many bytes: a call takes the host 8 to 10 µs (measured beside an
 # H200), in which PCIe 5 moves 500 KB.
 _CALL_BYTES = 512 << 10
-# Of one piece of a batch, likewise: about 1 µs, of which the host takes some and the copy engine some.
-_PIECE_BYTES = 64 << 10
-_MOST_CALLS = 128  # strided copies of a load that are never too many: 1.3 ms of the host
-_CALL_PIECES = 10  # beyond: a strided copy takes the host as long as so many pieces of a batch
-# Steps grow to a 16th of the layers: what the forward waits for, at most, where copy and layers take equally long. Those
-# of batches to a tenth: their pieces are the smaller, the fewer layers go together.
-_LARGEST_STEP, _LARGEST_BATCH = 16, 10
+# Steps grow to a 16th of the layers: what the forward waits for, at most, where copy and layers take equally long.
+_LARGEST_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +34,14 @@ class _Step:
     """Layers that are loaded together."""
 
     group: cuda_plan.Group
-    spans: Spans
     staged: CopyTable
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Pages of a load that fit one slot: their runs in host memory or their addresses, their numbers on the device."""
+    """Pages of a load that fit one slot: their runs in host memory, their numbers on the device."""
 
     runs: list[cuda_plan.Run]
-    addresses: Addresses
     numbers: torch.Tensor
 
 
@@ -57,20 +50,14 @@ class _Load:
     """Pages in the order of their addresses."""
 
     runs: list[cuda_plan.Run]
-    addresses: Addresses
     numbers: torch.Tensor
-    batched: bool
     cut: dict[int, list[_Block]] = field(default_factory=dict)
 
     def blocks(self, size: int) -> list[_Block]:
         """Cut into blocks of `size` pages."""
         if size not in self.cut:
             self.cut[size] = [
-                _Block(
-                    [] if self.batched else cuda_plan.clip(self.runs, start, start + size),
-                    self.addresses[start : start + size],
-                    self.numbers[start : start + size],
-                )
+                _Block(cuda_plan.clip(self.runs, start, start + size), self.numbers[start : start + size])
                 for start in range(0, self.numbers.shape[0], size)
             ]
         return self.cut[size]
@@ -93,23 +80,21 @@ class CudaLoads:
         *,
         step_bytes: int = _STEP_BYTES,
         call_bytes: int = _CALL_BYTES,
-        piece_bytes: int = _PIECE_BYTES,
-        most_calls: int = _MOST_CALLS,
-        call_pieces: int = _CALL_PIECES,
         region_of: Callable[[int], int] = cuda_plan.one_region,
     ) -> None:
-        """most_calls: strided copies that a load may take, whatever a batch took; it is batched where it would take more,
-        and a batch fewer pieces than `call_pieces` a copy.
-        """
         self._runtime = runtime
         self._ring = ring
         self._region_of = region_of
         self._layers = device.layers
         self._page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
-        self._step_bytes, self._call_bytes, self._piece_bytes = step_bytes, call_bytes, piece_bytes
-        self._most_calls, self._call_pieces = most_calls, call_pieces
-        self._made: dict[range, _Step] = {}
-        self._strided, self._batched = self._all_steps(_LARGEST_STEP), self._all_steps(_LARGEST_BATCH)
+        self._step_bytes, self._call_bytes = step_bytes, call_bytes
+        layout = [[(part.start, part.rows.shape[1]) for part in layer] for layer in device.layers]
+        most = max(1, len(layout) // _LARGEST_STEP)
+        made: dict[range, _Step] = {}
+        self._steps = {
+            first: [self._step(group, made) for group in cuda_plan.groups(layout, first, most)]
+            for first in cuda_plan.group_sizes(len(layout))
+        }
         # Kernels are urgent: they are short, and a copy of a millisecond waits for each of them.
         self.stream = runtime.stream(urgent=True)
         self.copies = runtime.stream(urgent=False)
@@ -130,79 +115,51 @@ class CudaLoads:
             raise ValueError(f"{tokens} slots for {len(source)} host pages of {self._page_tokens} tokens")
         addresses, order = by_address(source, range(len(source)))
         runs = cuda_plan.runs(addresses, self._page_bytes, self._region_of)
-        steps, batched = self._way(len(source), len(runs))
         for event in after:
             self.stream.wait_event(event)
         with self._runtime.on(self.stream):
             numbers = self._runtime.page_numbers(slots, self._page_tokens, order)
-            load = _Load(runs, addresses_of(addresses), numbers, batched)
-            for step in steps:
+            load = _Load(runs, numbers)
+            for step in self._steps_of(len(source), len(runs)):
                 self._queue(load, step)
                 self.marked = self._runtime.event()
                 self.marked.record(self.stream)
                 for layer in step.group.layers:
                     landed(layer)
 
-    def _way(self, pages: int, run_count: int) -> tuple[list[_Step], bool]:
-        """(the steps, whether in batches)."""
-        strided = self._strided[self._together(pages, run_count, self._call_bytes)]
-        calls = run_count * _span_count(strided)
-        if calls <= self._most_calls or not self._runtime.batches():
-            return strided, False
-        batched = self._batched[self._together(pages, pages, self._piece_bytes)]
-        if pages * _span_count(batched) >= calls * self._call_pieces:
-            return strided, False
-        return batched, True
-
     def _queue(self, load: _Load, step: _Step) -> None:
         for block in load.blocks(max(1, self._ring.slot_bytes // step.group.width)):
             slot = self._ring.take(self.copies)
             staged = slot.pages(block.numbers.shape[0], step.group.width)
-            if load.batched:
-                pieces = step.spans.pieces(block.addresses, staged.data_ptr())
-                self._runtime.copy_batch(pieces, stream=self.copies)
-            else:
-                copies = _strided(block.runs, step.group, staged.data_ptr())
-                self._runtime.copy(copies, to_host=False, stream=self.copies)
+            copies = _strided(block.runs, step.group, staged.data_ptr())
+            self._runtime.copy(copies, to_host=False, stream=self.copies)
             slot.filled.record(self.copies)
             self.stream.wait_event(slot.filled)
             self._runtime.scatter(step.staged, block.numbers, staged)
             slot.free.record(self.stream)
 
-    def _together(self, pages: int, piece_count: int, piece_bytes: int) -> int:
-        return cuda_plan.layers_together(
-            len(self._layers),
-            self._page_bytes // len(self._layers),
-            pages,
-            piece_count,
-            step=self._step_bytes,
-            call=piece_bytes,
-        )
+    def _steps_of(self, pages: int, run_count: int) -> list[_Step]:
+        return self._steps[
+            cuda_plan.layers_together(
+                len(self._layers),
+                self._page_bytes // len(self._layers),
+                pages,
+                run_count,
+                step=self._step_bytes,
+                call=self._call_bytes,
+            )
+        ]
 
-    def _all_steps(self, share: int) -> dict[int, list[_Step]]:
-        """By the layers of the first."""
-        layout = [[(part.start, part.rows.shape[1]) for part in layer] for layer in self._layers]
-        most = max(1, len(layout) // share)
-        return {
-            first: [self._step(group) for group in cuda_plan.groups(layout, first, most)]
-            for first in cuda_plan.group_sizes(len(layout))
-        }
-
-    def _step(self, group: cuda_plan.Group) -> _Step:
-        if group.layers not in self._made:
+    def _step(self, group: cuda_plan.Group, made: dict[range, _Step]) -> _Step:
+        """One for all that load these layers together."""
+        if group.layers not in made:
             rows = [
                 Rows(part.rows, start)
                 for layer, starts in zip(group.layers, group.starts, strict=True)
                 for part, start in zip(self._layers[layer], starts, strict=True)
             ]
-            self._made[group.layers] = _Step(
-                group, Spans(group.spans, group.width), self._runtime.table(rows)
-            )
-        return self._made[group.layers]
-
-
-def _span_count(steps: Sequence[_Step]) -> int:
-    return sum(len(step.group.spans) for step in steps)
+            made[group.layers] = _Step(group, self._runtime.table(rows))
+        return made[group.layers]
 
 
 def _strided(runs: Sequence[cuda_plan.Run], group: cuda_plan.Group, base: int) -> list[Strided]:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from glm_kernels.page_copy import CopyTable, Rows, gather, scatter
 
-from glm_sglang.cache.cuda_batch import Pieces, batch_copy
 from glm_sglang.cache.slots import numbers_on_device
 from glm_sglang.errors import UsageError
 
@@ -96,12 +95,6 @@ class Runtime(Protocol):
     def copy(self, pieces: Sequence[Strided], *, to_host: bool, stream: Stream) -> None:
         """Between device and pinned host memory."""
 
-    def batches(self) -> bool:
-        """Whether there is `copy_batch`."""
-
-    def copy_batch(self, pieces: Pieces, *, stream: Stream) -> None:
-        """Pinned host memory → device, in no order among each other."""
-
     def poll(self, done: Callable[[], bool]) -> None:
         """Returns once `done()` is true. Sleeps meanwhile: no spinning, no CUDA wait."""
 
@@ -142,7 +135,6 @@ class CudaRuntime:
             True: runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost,
             False: runtime.cudaMemcpyKind.cudaMemcpyHostToDevice,
         }
-        self._batch = batch_copy(device.index or 0)
         self._cuda: Any = torch.cuda
         self._threads = threading.local()
 
@@ -207,13 +199,6 @@ class CudaRuntime:
             if error.value:
                 self._forget_error()  # or the next launch of somebody else reports it
                 raise RuntimeError(f"cudaMemcpy2DAsync: {error.name} for {piece}")
-
-    def batches(self) -> bool:
-        return self._batch is not None
-
-    def copy_batch(self, pieces: Pieces, *, stream: Any) -> None:
-        assert self._batch is not None
-        self._batch(pieces, stream.cuda_stream)
 
     def poll(self, done: Callable[[], bool]) -> None:
         began = time.perf_counter()

@@ -16,18 +16,15 @@ from glm_kernels.page_copy import (
     scatter_reference,
 )
 
-from glm_sglang.cache.cuda_batch import Pieces, Spans, addresses_of
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
-from glm_sglang.cache.cuda_plan import Span
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages, device_pages
 from tests.unit.page_copy.layouts import CASES, PAGES, Case, pool
-from tests.unit.page_copy.pages_on_sim import COPIED, HEADER, SLOT, WAYS, Slot, shuffled, slots_of
+from tests.unit.page_copy.pages_on_sim import HEADER, SLOT, Slot, shuffled, slots_of
 
 pytestmark = pytest.mark.gpu
 POOL = 40
-both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 KINDS = {"fp8": (torch.float8_e4m3fn, 656), "bf16": (torch.bfloat16, 576)}
 LAYERS = 6
 OWNERS = (0, 1, 2, 5)  # of an indexer
@@ -128,7 +125,7 @@ def pinned(page_bytes: int, slots: int) -> list[Slot]:
     return [Slot(memory[slot * size + HEADER : slot * size + HEADER + page_bytes]) for slot in range(slots)]
 
 
-def small(pages: DevicePages, way: dict[str, int] = COPIED) -> CudaPageCopier:
+def small(pages: DevicePages) -> CudaPageCopier:
     """Slots of three pages, steps of half a page, so that the ring turns and layers go apart."""
     size = pages.layout.page_bytes
     return CudaPageCopier(
@@ -138,20 +135,17 @@ def small(pages: DevicePages, way: dict[str, int] = COPIED) -> CudaPageCopier:
         slot_bytes=3 * size,
         step_bytes=size // 2,
         call_bytes=1,
-        piece_bytes=1,
-        **way,
     )
 
 
-@both_ways
 @pytest.mark.parametrize("host_order", ["neighbours", "scattered"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str, way: dict[str, int]) -> None:
+def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str) -> None:
     sglang_pool = make_pool(kind)
     pages = device_pages(sglang_pool, 64)
     assert pages.layout.page_bytes == 64 * (LAYERS * (656 if kind == "fp8" else 1152) + len(OWNERS) * 132)
     truth = fill(pages, 1)
-    copier = small(pages, way)
+    copier = small(pages)
     slots = pinned(pages.layout.page_bytes, POOL)
     of = [1 + number for number in shuffled(POOL - 1, 5)]
     host = (
@@ -167,16 +161,15 @@ def test_every_page_survives_save_eviction_and_load(kind: str, host_order: str, 
     assert same(pages, truth, at, of)
 
 
-@both_ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_thread_waits_and_the_streams_do(kind: str, way: dict[str, int]) -> None:
+def test_no_thread_waits_and_the_streams_do(kind: str) -> None:
     """The forward writes late; the save that was queued before must read what it wrote, and the reader of a load must
     see each layer whole. Between, a wait for the device in our calls raises.
     """
     pages = device_pages(make_pool(kind), 64)
     truth = fill(pages, 3)
     parts = [part for layer in pages.layers for part in layer]
-    copier = small(pages, way)
+    copier = small(pages)
     counter = StreamLayerCounter(LAYERS, copier)
     slots = pinned(pages.layout.page_bytes, 6)
     cuda: Any = torch.cuda
@@ -227,16 +220,15 @@ def test_no_thread_waits_and_the_streams_do(kind: str, way: dict[str, int]) -> N
         assert torch.equal(rows[of], was[of])
 
 
-@both_ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_launch_goes_on_while_its_load_is_under_way(kind: str, way: dict[str, int]) -> None:
+def test_a_launch_goes_on_while_its_load_is_under_way(kind: str) -> None:
     """The batch before keeps the load from landing; two batches are launched over it, the second into the same slots, and
     then these are another's. Who reads and writes them comes in that order, whoever has gone on.
     """
     pages = device_pages(make_pool(kind), 64)
     truth = fill(pages, 6)
     parts = [part for layer in pages.layers for part in layer]
-    copier = small(pages, way)
+    copier = small(pages)
     counter = StreamLayerCounter(LAYERS, copier)
     slots = pinned(pages.layout.page_bytes, 12)
     cuda: Any = torch.cuda
@@ -278,14 +270,13 @@ def test_a_launch_goes_on_while_its_load_is_under_way(kind: str, way: dict[str, 
     assert all(bool((part.rows == 7).all()) for part in parts)
 
 
-@both_ways
-def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then(way: dict[str, int]) -> None:
+def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then() -> None:
     """As SGLang computes them: on a stream that waits for the forward before. Their owner lets them go at once, and the
     memory goes to what that stream allocates next.
     """
     pages = device_pages(make_pool("fp8"), 64)
     truth = fill(pages, 8)
-    copier = small(pages, way)
+    copier = small(pages)
     host = pinned(pages.layout.page_bytes, 6)
     cuda: Any = torch.cuda
     forward, schedule = cuda.Stream(), cuda.Stream()
@@ -313,10 +304,7 @@ def test_slots_are_read_on_the_device_when_they_are_computed_and_kept_until_then
     assert same(pages, truth, at, of)
 
 
-@both_ways
-def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured(
-    way: dict[str, int],
-) -> None:
+def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captured() -> None:
     from lmcache.v1.memory_management import MemoryFormat
 
     from glm_sglang.cache.cuda_pinned import CudaPinner, PinnedMemory
@@ -340,7 +328,7 @@ def test_pages_survive_in_memory_that_is_pinned_in_pieces_while_a_graph_is_captu
     blocks = list(made.allocator.free_blocks)
     assert all(block.raw_data.is_pinned() for block in blocks)
     slots = [Slot(block.raw_data[HEADER : HEADER + pages.layout.page_bytes]) for block in blocks]
-    copier = CudaPageCopier(pages, CudaRuntime(pages.device), region_of=memory.region_of, **way)
+    copier = CudaPageCopier(pages, CudaRuntime(pages.device), region_of=memory.region_of)
     of = [1 + number for number in shuffled(20, 2)]
     copier.save(of, slots)
     fill(pages, 5)
@@ -361,42 +349,3 @@ def test_a_copy_that_cuda_refuses_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync: cudaError"):
         copier.save([1], [Nowhere()])  # type: ignore[list-item]
-
-
-def test_a_batch_that_cuda_refuses_is_an_error_of_its_own_only() -> None:
-    pages = device_pages(make_pool("fp8"), 64)
-    runtime = CudaRuntime(pages.device)
-    assert runtime.batches()
-    runtime._batch._attributes.source_order = 0  # type: ignore[union-attr]  # CU_MEMCPY_SRC_ACCESS_ORDER_INVALID
-    stream, staging, host = runtime.stream(urgent=False), runtime.staging(64), pinned(64, 1)[0]
-    pieces = Spans([Span(0, 64, 0)], 64).pieces(addresses_of([host.address]), staging.data_ptr())
-    with runtime.on(stream), pytest.raises(RuntimeError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID"):
-        runtime.copy_batch(pieces, stream=stream)
-    torch.cuda.synchronize()
-    assert int(torch.ones(3, device="cuda").sum()) == 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scattered_pages_come_in_batches_of_the_copiers_own_choice(kind: str) -> None:
-    """As a server loads them: enough pages that strided copies would be too many."""
-    pages = device_pages(make_pool(kind), 64)
-    truth = fill(pages, 9)
-    runtime = CudaRuntime(pages.device)
-    batches: list[int] = []
-    batch = runtime.copy_batch
-
-    def counted(pieces: Pieces, *, stream: Any) -> None:
-        batches.append(len(pieces.sizes))
-        batch(pieces, stream=stream)
-
-    runtime.copy_batch = counted  # type: ignore[method-assign]
-    copier = CudaPageCopier(pages, runtime, step_bytes=1, call_bytes=1, piece_bytes=1)
-    slots = pinned(pages.layout.page_bytes, 3 * POOL)
-    of = [1 + number for number in shuffled(POOL - 1, 5)]
-    host = [slots[place] for place in shuffled(3 * POOL, 7)[: len(of)]]
-    copier.save(of, host)
-    fill(pages, 10)
-    copier.load([slots_of(of, "cuda")], host, lambda layer: None)
-    torch.cuda.synchronize()
-    assert sum(batches) == len(of) * (LAYERS + len(OWNERS))  # a layer at a time, main KV and index keys
-    assert same(pages, truth, of, of)

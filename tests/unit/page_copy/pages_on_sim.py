@@ -18,9 +18,6 @@ from tests.unit.page_copy.simulator import SimDevice
 HEADER = 128
 SLOT = 512
 TOKENS = 64
-COPIED = {"most_calls": 1 << 30}
-BATCHED = {"most_calls": 0, "call_pieces": 1 << 30}
-WAYS = {"copied": COPIED, "batched": BATCHED}  # of `CudaLoads`, whatever it would choose
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,8 @@ def host_pages(case: Case, slots: int) -> tuple[torch.Tensor, list[Slot]]:
     return memory, [Slot(memory[start : start + case.page_bytes]) for start in starts]
 
 
-def copier(
-    pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int = 2, **way: int
-) -> CudaPageCopier:
-    """Small slots, so that every load and save goes round the ring. Loads are copied, unless `way` says otherwise."""
+def copier(pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int = 2) -> CudaPageCopier:
+    """Small slots, so that every load and save goes round the ring."""
     size = pages.layout.page_bytes
     return CudaPageCopier(
         pages,
@@ -64,8 +59,6 @@ def copier(
         slot_bytes=block * size + 64,
         step_bytes=size // 2,
         call_bytes=1,
-        piece_bytes=1,
-        **(way or COPIED),
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from glm_kernels.page_copy import CopyTable, Rows, gather_reference, scatter_reference
 
-from glm_sglang.cache.cuda_batch import Pieces
 from glm_sglang.cache.cuda_runtime import Strided
 from glm_sglang.cache.slots import numbers_on_device
 
@@ -84,7 +83,6 @@ class SimDevice:
         self.paused = False
         self.stuck: set[SimStream] = set()  # streams on which nothing runs
         self.may_not_poll: int | None = None  # a thread that waits for nothing
-        self.has_batches = True
         self._on = threading.local()
         self._lock = threading.RLock()
 
@@ -177,23 +175,6 @@ class SimDevice:
 
     def _move(self, piece: Strided, to_host: bool) -> None:
         _copy(piece, to_host)
-        self.moved += 1
-
-    def batches(self) -> bool:
-        return self.has_batches
-
-    def copy_batch(self, pieces: Pieces, *, stream: Any) -> None:
-        if self.copies == self.break_copy_at:
-            raise RuntimeError("the copy engine says no")
-        self.copies += 1
-        stream.put(lambda: self._move_all(pieces))
-
-    def _move_all(self, pieces: Pieces) -> None:
-        order = list(range(len(pieces.sizes)))
-        self._random.shuffle(order)
-        for piece in order:
-            target, source, size = (int(one[piece]) for one in (pieces.targets, pieces.sources, pieces.sizes))
-            ctypes.memmove(target, source, size)
         self.moved += 1
 
     def poll(self, done: Callable[[], bool]) -> None:

@@ -11,8 +11,6 @@ from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.device_pages import DevicePages
 from tests.unit.page_copy.layouts import PAGES, SMALL, Case, pool
 from tests.unit.page_copy.pages_on_sim import (
-    WAYS,
-    Slot,
     copier,
     device_pages,
     expected,
@@ -24,7 +22,6 @@ from tests.unit.page_copy.simulator import SimDevice
 
 FP8 = SMALL[1]
 SEEDS = range(12)
-both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 POOL = 12
 
 
@@ -40,13 +37,10 @@ def equal(pages: DevicePages, case: Case, of: dict[int, int]) -> bool:
     return True
 
 
-@both_ways
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("which", PAGES)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_save_then_load_elsewhere_brings_back_every_byte(
-    case: Case, which: str, seed: int, way: dict[str, int]
-) -> None:
+def test_save_then_load_elsewhere_brings_back_every_byte(case: Case, which: str, seed: int) -> None:
     device = SimDevice(seed)
     numbers = PAGES[which]
     memory, slots = host_pages(case, 12)
@@ -60,7 +54,7 @@ def test_save_then_load_elsewhere_brings_back_every_byte(
     again = device_pages(case, POOL, empty=True)
     targets = [(number * 5 + 1) % POOL for number in numbers]
     layers: list[int] = []
-    copier(again, device, **way).load([slots_of(targets)], into, layers.append)
+    copier(again, device).load([slots_of(targets)], into, layers.append)
     assert layers == list(range(case.layers))
     assert equal(again, case, dict(zip(targets, numbers, strict=True)))
 
@@ -94,14 +88,13 @@ def test_a_save_reads_what_the_forward_wrote_and_not_what_it_writes_next(seed: i
         assert np.array_equal(slot.tensor.numpy(), want)
 
 
-@both_ways
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int, way: dict[str, int]) -> None:
+def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int) -> None:
     device = SimDevice(seed)
     _, slots = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3], slots[:3])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device, **way)
+    ours = copier(pages, device)
     forward = device.stream(urgent=False)
     seen: list[bool] = []
     for _ in range(4):
@@ -114,9 +107,8 @@ def test_a_load_writes_no_slot_that_the_batch_before_still_reads(seed: int, way:
     assert equal(pages, FP8, {1: 1, 2: 2, 3: 3})
 
 
-@both_ways
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_load_is_queued_before_its_slots_are_computed(seed: int, way: dict[str, int]) -> None:
+def test_a_load_is_queued_before_its_slots_are_computed(seed: int) -> None:
     """They lie behind the forward before, on the schedule stream. Nobody waits for them but what writes the pages; copies
     run ahead as far as staging reaches.
     """
@@ -124,7 +116,7 @@ def test_a_load_is_queued_before_its_slots_are_computed(seed: int, way: dict[str
     _, host = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], host[:5])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device, block=1, **way)
+    ours = copier(pages, device, block=1)
     forward = device.stream(urgent=False)
     device.stuck.add(forward)
     seen: list[bool] = []
@@ -150,16 +142,13 @@ def test_a_load_is_queued_before_its_slots_are_computed(seed: int, way: dict[str
     assert equal(pages, FP8, {7: 1, 3: 2, 11: 3, 1: 4, 4: 5})
 
 
-@both_ways
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_nothing(
-    seed: int, way: dict[str, int]
-) -> None:
+def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_nothing(seed: int) -> None:
     device = SimDevice(seed)
     _, slots = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], slots[:5])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device, **way)
+    ours = copier(pages, device)
     counter = StreamLayerCounter(FP8.layers, ours)
     truth = pool(FP8, POOL)
     by_start = {row.start: row.pool for row in truth}
@@ -190,13 +179,13 @@ def test_the_forwards_stream_sees_each_layer_complete_and_its_thread_waits_for_n
     assert read == [(layer, True) for layer in range(FP8.layers)]
 
 
-@pytest.mark.parametrize(("fail_at", "way"), [(at, way) for way in WAYS.values() for at in range(3)])
-def test_a_load_that_fails_raises_only_when_nothing_is_under_way(fail_at: int, way: dict[str, int]) -> None:
+@pytest.mark.parametrize("fail_at", range(3))
+def test_a_load_that_fails_raises_only_when_nothing_is_under_way(fail_at: int) -> None:
     device = SimDevice(fail_at)
     _, slots = host_pages(FP8, 6)
     copier(device_pages(FP8, POOL), device).save([1, 2, 3, 4, 5], slots[:5])
     pages = device_pages(FP8, POOL, empty=True)
-    ours = copier(pages, device, **way)
+    ours = copier(pages, device)
     counter = StreamLayerCounter(FP8.layers, ours)
     index = counter.update_producer()
     counter.set_consumer(index)
@@ -243,44 +232,22 @@ def test_neighbouring_host_pages_are_saved_by_one_copy_a_block() -> None:
     assert device.copies == 2
 
 
-def queued_by_a_load(host: list[Slot], *, batches: bool = True, **more: int) -> int:
-    """Calls of the copy engine for a load of these host pages."""
+def test_a_load_takes_a_copy_for_each_run_step_and_part() -> None:
+    """Three layers, one at a time: a copy a run for the main KV of each, and one for the index keys of two of them."""
     device = SimDevice(1)
-    device.has_batches = batches
-    copier(device_pages(FP8, POOL), device, block=4, **more).load(
-        [slots_of(range(1, 1 + len(host)))], host, lambda layer: None
-    )
-    return device.copies
-
-
-def test_pages_that_lie_so_scattered_that_they_took_too_many_copies_come_in_batches() -> None:
-    """Three layers, one at a time: a copy a run for the main KV of each, and one for the index keys of two of them; or a
-    batch a layer, of five pieces a page in all.
-    """
     _, slots = host_pages(FP8, 12)
-    apart = [
-        slots[i] for i in (0, 1, 3, 7)
-    ]  # two neighbours, two others: at three distances, so two runs of two
-    calls, pieces = 2 * (3 + 2), 4 * (3 + 2)
-    always = {"call_pieces": 1 << 30}
-    assert queued_by_a_load(apart, most_calls=100) == calls
-    assert queued_by_a_load(apart, most_calls=calls, **always) == calls
-    assert queued_by_a_load(apart, most_calls=calls - 1, **always) == 3
-    assert queued_by_a_load(apart, most_calls=calls - 1, **always, batches=False) == calls
-    assert queued_by_a_load(apart, most_calls=0, call_pieces=pieces // calls) == calls
-    assert queued_by_a_load(apart, most_calls=0, call_pieces=pieces // calls + 1) == 3
+    apart = [slots[i] for i in (0, 1, 3, 7)]  # at three distances, so two runs of two
+    copier(device_pages(FP8, POOL), device, block=4).load([slots_of(range(1, 5))], apart, lambda layer: None)
+    assert device.copies == 2 * (3 + 2)
 
 
-@both_ways
-def test_layers_of_a_step_share_an_event(way: dict[str, int]) -> None:
+def test_layers_of_a_step_share_an_event() -> None:
     """All three layers at once, as a load of few bytes goes, and one after the other."""
     device = SimDevice(1)
     _, slots = host_pages(FP8, 3)
     pages = device_pages(FP8, POOL)
     for more, events in (({"step_bytes": 1 << 30}, 1), ({"step_bytes": 1}, FP8.layers)):
-        ours = CudaPageCopier(
-            pages, device, slot_bytes=FP8.page_bytes + 64, call_bytes=1, piece_bytes=1, **way, **more
-        )
+        ours = CudaPageCopier(pages, device, slot_bytes=FP8.page_bytes + 64, call_bytes=1, **more)
         marks: list[object] = []
 
         def landed(layer: int, ours: CudaPageCopier = ours, marks: list[object] = marks) -> None:

@@ -18,15 +18,14 @@ from tests.unit.cache import memory_store
 from tests.unit.cache import tree as trees
 from tests.unit.cache.conftest import context, make_tree  # noqa: F401
 from tests.unit.cache.tree import PAGE, Tree, expected_page
-from tests.unit.page_copy.pages_on_sim import WAYS
 from tests.unit.page_copy.simulator import SimDevice
 
 MakeTree = Callable[..., Tree]
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS)
-def on_sim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
-    """Trees made after `on_sim(seed)` have their copies on the device that it gives, loads either way."""
+@pytest.fixture
+def on_sim(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
+    """Trees made after `on_sim(seed)` have their copies on the device that it gives."""
 
     def use(seed: int) -> SimDevice:
         device = SimDevice(seed)
@@ -40,8 +39,6 @@ def on_sim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
                 slot_bytes=2 * size,
                 step_bytes=size // 2,
                 call_bytes=1,
-                piece_bytes=1,
-                **request.param,
             )
 
         def parts(**fields: Any) -> Parts:
