@@ -62,10 +62,27 @@ def test_what_a_load_exposes_is_said_beside_its_target() -> None:
         if case.startswith("under_")
     )
     listed = re.search(
-        r"longer by (\S+), (\S+) and (\S+) of the copy under it: missed, .*? four by (\S+)\. ", README
+        r"longer by (\S+) and (\S+) of the copy under it \(.*?\): missed, and by (\S+) where", README
     )
     assert listed
-    assert [float(listed[n]) for n in (4, 1, 2, 3)] == [round(share, 2) for share in shares]
+    assert [float(listed[n]) for n in (3, 1, 2)] == [round(share, 2) for share in shares]
+
+
+def test_the_idle_share_at_full_depth_is_said_as_measured() -> None:
+    found = result("h200/gpu_idle_78_layers")
+    said = re.search(
+        r"At GLM-5\.3's 78 layers .*? takes (\S+) ms in a queue, SGLang's graphs (\S+) \((\S+); "
+        r".*? idles (\S+) % of a lone one \(SGLang (\S+) %",
+        README,
+    )
+    assert said
+    steps = [found["arms"][arm]["untraced"]["2048"]["step_ms_saturated"] for arm in ("ours", "stock")]
+    shares = [100 * found[f"idle_share_2048_{arm}"] for arm in ("ours", "stock")]
+    assert [float(word) for word in said.groups()] == [
+        *(round(step, 1) for step in steps),
+        round(steps[0] / steps[1], 2),
+        *(round(share, 1) for share in shares),
+    ]
 
 
 def test_synchronous_saves_are_compared_turn_by_turn() -> None:
