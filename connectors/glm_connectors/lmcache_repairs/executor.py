@@ -27,7 +27,7 @@ from glm_connectors.lmcache_repairs.buffers import dispose, hold, release
 from glm_connectors.lmcache_repairs.contract import Symbol
 from glm_connectors.lmcache_repairs.counters import COUNTERS
 from glm_connectors.lmcache_repairs.grafting import Repair, replace
-from glm_connectors.lmcache_repairs.settle import CallAbandonedError, outlast
+from glm_connectors.lmcache_repairs.settle import CallAbandonedError, end_of, outlast
 
 logger = logging.getLogger(__name__)
 
@@ -193,9 +193,9 @@ async def _run(self: Any, entry: tuple[Any, ...]) -> None:
     held = hold((args, kwargs))
     task = self.loop.create_task(_call_as_job(self, fn, args, kwargs))
     state.running[task] = done
-    task.add_done_callback(lambda ended: _settle(state, ended, done, held))
+    task.add_done_callback(lambda job: _settle(state, job, done, held))
     done.add_done_callback(lambda answered: _caller_left(self, answered, task))
-    await asyncio.wait({task})
+    await end_of(task)
 
 
 async def _call_as_job(self: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

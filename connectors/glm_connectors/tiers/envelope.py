@@ -22,10 +22,8 @@ KEY_BYTES = 32
 MAGIC = b"GLMPAGE\n"
 VERSION = 1
 _FIXED = struct.Struct(f"<8sHHI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ")
-_CHECKSUM = struct.Struct("<Q")
-_AT = _FIXED.size
-_ZEROS = bytes(HEADER_BYTES - _AT - _CHECKSUM.size)
-_WHOLE = struct.Struct(f"{_FIXED.format}Q{len(_ZEROS)}s")
+_ZEROS = bytes(HEADER_BYTES - _FIXED.size - 8)
+_WHOLE = struct.Struct(f"{_FIXED.format}Q{len(_ZEROS)}s")  # with the checksum
 
 Fault = Literal["length", "magic", "version", "fingerprint", "key", "checksum"]
 FAULTS: tuple[Fault, ...] = ("length", "magic", "version", "fingerprint", "key", "checksum")
@@ -57,22 +55,19 @@ class Envelope:
         """The page's key in Valkey. Hexadecimal: readable, and no byte of it is a cluster's hash tag."""
         return self._prefix + key.hex()
 
-    def _head(self, key: bytes) -> bytes:
-        return _FIXED.pack(MAGIC, VERSION, HEADER_BYTES, 0, self._fingerprint, key, self._page_bytes)
-
     def seal(self, slot: memoryview, key: bytes) -> None:
         """Writes the header of the page that is in `slot` [header + page bytes]."""
-        self._write(slot, key, xxh3_64_intdigest(slot[HEADER_BYTES:]))
+        slot[:HEADER_BYTES] = self._header(key, xxh3_64_intdigest(slot[HEADER_BYTES:]))
 
     def seal_all(self, pages: Sequence[Sealed], keys: Sequence[bytes]) -> None:
         """The same for several pages, whose checksums are one call (`checksums`)."""
         found = self._digests([page.address for page in pages], self._page_bytes)
         for page, key, digest in zip(pages, keys, found, strict=True):
-            self._write(page.slot, key, digest)
+            page.slot[:HEADER_BYTES] = self._header(key, digest)
 
-    def _write(self, slot: memoryview, key: bytes, digest: int) -> None:
-        _WHOLE.pack_into(
-            slot, 0, MAGIC, VERSION, HEADER_BYTES, 0, self._fingerprint, key, self._page_bytes, digest, _ZEROS
+    def _header(self, key: bytes, digest: int) -> bytes:
+        return _WHOLE.pack(
+            MAGIC, VERSION, HEADER_BYTES, 0, self._fingerprint, key, self._page_bytes, digest, _ZEROS
         )
 
     def check(self, slot: memoryview, key: bytes, length: int) -> Fault | None:
@@ -80,32 +75,27 @@ class Envelope:
 
         "checksum" also for a header that differs where it has no name: only damage does that.
         """
-        return self._check_head(slot, key, length) or self._check_digest(
-            slot, xxh3_64_intdigest(slot[HEADER_BYTES:])
-        )
+        if length != self.value_bytes:
+            return "length"
+        return self._check(slot, key, xxh3_64_intdigest(slot[HEADER_BYTES:]))
 
     def check_all(
         self, pages: Sequence[Sealed], keys: Sequence[bytes], lengths: Sequence[int]
     ) -> list[Fault | None]:
         """The same for several pages, whose checksums are one call."""
-        faults = [
-            self._check_head(page.slot, key, length)
-            for page, key, length in zip(pages, keys, lengths, strict=True)
-        ]
-        fair = [number for number, fault in enumerate(faults) if fault is None]
-        found = self._digests([pages[number].address for number in fair], self._page_bytes)
-        for number, digest in zip(fair, found, strict=True):
-            faults[number] = self._check_digest(pages[number].slot, digest)
+        faults: list[Fault | None] = ["length"] * len(pages)
+        whole = [number for number, length in enumerate(lengths) if length == self.value_bytes]
+        found = self._digests([pages[number].address for number in whole], self._page_bytes)
+        for number, digest in zip(whole, found, strict=True):
+            faults[number] = self._check(pages[number].slot, keys[number], digest)
         return faults
 
-    def _check_head(self, slot: memoryview, key: bytes, length: int) -> Fault | None:
-        """All but the checksum and the zeros behind it."""
-        if length != self.value_bytes:
-            return "length"
-        head = slot[:_AT].tobytes()
-        if head == self._head(key):
+    def _check(self, slot: memoryview, key: bytes, digest: int) -> Fault | None:
+        """A value of the right length, whose page has this checksum."""
+        header = slot[:HEADER_BYTES].tobytes()
+        if header == self._header(key, digest):
             return None
-        magic, version, size, _zero, fingerprint, found_key, page = _FIXED.unpack(head)
+        magic, version, size, _zero, fingerprint, found_key, page = _FIXED.unpack_from(header)
         if magic != MAGIC:
             return "magic"
         if (version, size) != (VERSION, HEADER_BYTES):
@@ -115,7 +105,3 @@ class Envelope:
         if found_key != key:
             return "key"
         return "length" if page != self._page_bytes else "checksum"
-
-    @staticmethod
-    def _check_digest(slot: memoryview, digest: int) -> Fault | None:
-        return None if slot[_AT:HEADER_BYTES] == _CHECKSUM.pack(digest) + _ZEROS else "checksum"

@@ -262,6 +262,29 @@ class CpuPool:
             self._free_all(unused)
         return inserted
 
+    def insert_held(self, pages: Sequence[Page], keys: Sequence[bytes], owner: Owner) -> list[Page]:
+        """Pages that `owner` has filled become resident under their keys; it goes on holding what is there then: these,
+        or where a key was resident the page that was there, which becomes the most recently used."""
+        there: list[Page] = []
+        unused = []
+        with self._lock:
+            for number in range(len(pages) - 1, -1, -1):  # the prompt's beginning is evicted last
+                page, key = pages[number], keys[number]
+                before = self._resident.get(key)
+                if before is None:
+                    self._resident[key] = page
+                    page.resident = True
+                    there.append(page)
+                    continue
+                self._resident.move_to_end(key)
+                before.holds += 1
+                there.append(before)
+                page.holds -= 1
+                if not page.holds:
+                    unused.append(page.memory)
+            self._free_all(unused)
+        return there
+
     def drop(self, keys: Iterable[bytes]) -> int:
         """Makes pages non-resident; slots of those that are held are free when the last holder lets go."""
         dropped = 0

@@ -357,6 +357,8 @@ class Prefetcher:
             finally:
                 self._worth.load.stop(started, arrived)
             there = [number for number, length in enumerate(lengths) if length != ABSENT]
+            if not there:
+                return ["miss"] * len(keys)
             faults = self._envelope.check_all(
                 [pages[n] for n in there], [keys[n] for n in there], [lengths[n] for n in there]
             )
@@ -378,9 +380,8 @@ class Prefetcher:
 
     def _keep(self, fetch: _Fetch, pages: list[Page], keys: list[bytes]) -> None:
         """Makes pages resident, and holds those that are then there for the fetch as long as somebody wants it."""
-        self._pool.also(pages, "get")
-        self._pool.insert(pages, keys, "get")
+        held = self._pool.insert_held(pages, keys, "get")
         with self._lock:
             if not fetch.left:
-                fetch.held, _ = self._pool.hold_any(keys, "get")
-        self._pool.release(pages, "get")
+                fetch.held, held = held, []
+        self._pool.release(held, "get")

@@ -2,12 +2,13 @@
 
 RESP2, as far as GET, MGET, SET, DEL and the handshake need it. A command and its values leave in one `sendmsg`;
 a value is received where it belongs, behind the first bytes that came with the reply's head. The socket blocks
-in the kernel under SO_SNDTIMEO and SO_RCVTIMEO, so a thread enters and leaves Python once a value, however many
-segments it takes: another thread that computes in Python costs it one wait for the interpreter, not hundreds.
+in the kernel under SO_SNDTIMEO and SO_RCVTIMEO, so a thread enters and leaves Python a few times a call, however many
+values and segments it takes: another thread that computes in Python costs it a few waits for the interpreter, not
+hundreds, and loses as few turns of it.
 
-Silence is what times out, not size: a quarter of the timeout passes in the kernel at most, and a call has failed
-once four waits in a row brought no byte and took none away. So a slow link makes slow calls and no failures; how
-long a call may take all the same, whoever calls says (`deadline`).
+Silence is what times out, not size: of it a quarter of the timeout at most passes in the kernel at a time, and a call has
+failed once the waits that brought no byte and took none away come to the timeout. So a slow link makes slow calls and no
+failures; how long a call may take all the same, whoever calls says (`deadline`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from collections.abc import Sequence
 from glm_connectors.valkey_store.clients import ABSENT, MISFIT
 
 _LINE = 4096  # bytes of a reply's line at most; Valkey's error messages are shorter
+_NIL = b"$-1\r\n"
 _TAKEN = b"+OK\r\n"  # the shortest answer to a SET: an error's is longer
 _PARTS = 1000  # of one sendmsg or recvmsg_into; Linux takes 1024
 _NAME = b"glm_connectors"
 _LOOK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
 _FRESH = 1.0  # seconds after an answer in which a connection is taken to be as it was
-_GLANCE = 0.02  # seconds between two looks at values that may not be what is expected
-_WAITS = 4  # in a row without a byte, each a quarter of the timeout
+# Seconds of a wait for bytes at most, then a look at whether values are what was expected. Set once: to set it while
+# bytes come has the kernel do its work on them with the interpreter in our hands.
+_GLANCE = 0.05
+_WAITS = 4  # that a timeout consists of, at least
 # Load balancers, NATs and firewalls forget a silent connection after minutes, Linux would ask after two hours. Seconds,
 # seconds, times.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -76,9 +80,9 @@ class Connection:
             self._calls = 0
             self._heard = False  # a byte, since the last command began
             self._answered = float("-inf")  # when a byte came last
-            self._quiet = 0  # waits in a row
+            self._quiet = 0.0  # seconds of waits in a row
             self._unsent = -1  # bytes not yet acknowledged at the last of them; -1 unknown
-            self._wait_at_most(connect_timeout / _WAITS)
+            self._wait_at_most(connect_timeout)
             deadline = time.monotonic() + connect_timeout
             if username or password:  # a user may have none
                 user = [username.encode()] if username else []
@@ -92,8 +96,7 @@ class Connection:
                 # here only: a value is longer than such a client may send, and ends the connection without a word.
                 if str(error).startswith("NOAUTH"):
                     raise
-            self._timeout = timeout
-            self._wait_at_most(timeout / _WAITS)
+            self._wait_at_most(timeout)
         except BaseException:
             self._socket.close()
             raise
@@ -140,6 +143,8 @@ class Connection:
             last, others = self._value(buffers[-1], deadline), buffers[:-1]
             if last == buffers[-1].nbytes and self._all_fit(others, deadline):
                 return [buffer.nbytes for buffer in buffers]
+            if last == ABSENT and self._none_there(len(others)):
+                return [ABSENT] * len(names)
             return [*(self._value(buffer, deadline) for buffer in others), last]
         except (
             RefusedError
@@ -207,7 +212,7 @@ class Connection:
             try:
                 sent = self._socket.sendmsg(parts[first : first + _PARTS])
             except BlockingIOError:
-                self._waited()
+                self._waited(self._sending)
                 continue
             self._moved()
             if not first and sent == total:
@@ -251,7 +256,7 @@ class Connection:
             try:
                 came = self._socket.recv_into(memoryview(self._line)[self._end : upto], 0, flags)
             except BlockingIOError:
-                self._waited()
+                self._waited(self._receiving)
                 continue
             if not came:
                 raise ConnectionResetError("the server closed the connection")
@@ -291,7 +296,7 @@ class Connection:
         total = sum(map(len, parts))
         while parts:
             if not self._fill(parts, deadline):
-                self._waited()
+                self._waited(self._receiving)
         return total
 
     def _fill(self, parts: list[memoryview], deadline: float) -> bool:
@@ -319,6 +324,14 @@ class Connection:
             parts[0] = parts[0][came:]
         return True
 
+    def _none_there(self, count: int) -> bool:
+        """Whether what the line has is `count` values that are not there; they are taken from it then."""
+        if self._line[self._start : self._end] != _NIL * count:
+            return False
+        self._start = self._end
+        self._forget()
+        return True
+
     def _all_fit(self, buffers: Sequence[memoryview], deadline: float) -> bool:
         """Receives values of which each is expected to fill its buffer, in one call of the kernel for all of them: with a
         call a value, each costs a turn of the interpreter. False where they are others: what came is in the line again.
@@ -326,32 +339,27 @@ class Connection:
         Values that are not there leave fewer bytes than expected, so a wait is short and followed by a look at what has
         come so far.
         """
-        between = [
-            b"%s$%d\r\n" % (b"\r\n" if number else b"", one.nbytes) for number, one in enumerate(buffers)
-        ]
-        expected = b"".join([*between, b"\r\n"])
+        between = [b"\r\n$%d\r\n" % buffer.nbytes for buffer in buffers]
+        between[0] = between[0][2:]
+        between.append(b"\r\n")
+        expected = b"".join(between)
         found = bytearray(len(expected))
         parts: list[memoryview] = []
         at = 0
-        for text, buffer in zip([*between, b"\r\n"], [*buffers, None], strict=True):
-            parts.append(memoryview(found)[at : at + len(text)])
+        texts = memoryview(found)
+        for text, buffer in zip(between, [*buffers, texts[:0]], strict=True):
+            parts += [texts[at : at + len(text)], buffer]
             at += len(text)
-            if buffer is not None:
-                parts.append(buffer)
-        left, since = list(parts), time.monotonic()
-        self._wait_at_most(_GLANCE)
-        try:
-            while left:
-                if self._fill(left, deadline):
-                    since = time.monotonic()
-                elif time.monotonic() - since >= self._timeout:
-                    raise TimeoutError("timed out")
-                came = sum(map(len, parts)) - sum(map(len, left))
-                if not _begins(parts, came, expected):
-                    self._give_back(parts, came)
-                    return False
-        finally:
-            self._wait_at_most(self._timeout / _WAITS)
+        parts.pop()
+        total = sum(map(len, parts))
+        left = list(parts)
+        while left:
+            if not self._fill(left, deadline):
+                self._waited(self._receiving)
+            came = total - sum(map(len, left))
+            if not _begins(parts, came, expected):
+                self._give_back(parts, came)
+                return False
         return True
 
     def _give_back(self, parts: Sequence[memoryview], came: int) -> None:
@@ -368,27 +376,32 @@ class Connection:
 
     # -- how long -------------------------------------------------------------------------------------------
 
-    def _wait_at_most(self, seconds: float) -> None:
-        """How long a call of the kernel may take."""
-        whole, part = divmod(max(1, int(1e6 * seconds)), 1_000_000)
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+    def _wait_at_most(self, timeout: float) -> None:
+        """Seconds of silence; a part of them is how long a call of the kernel may take."""
+        self._timeout, self._sending = timeout, timeout / _WAITS
+        self._receiving = min(self._sending, _GLANCE)
+        for option, seconds in (
+            (socket.SO_SNDTIMEO, self._sending),
+            (socket.SO_RCVTIMEO, self._receiving),
+        ):
+            whole, part = divmod(max(1, int(1e6 * seconds)), 1_000_000)
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, part))
 
     def _moved(self) -> None:
         """A byte came, or the kernel took one."""
-        self._quiet, self._unsent = 0, -1
+        self._quiet, self._unsent = 0.0, -1
 
-    def _waited(self) -> None:
-        """A wait ended without either. TimeoutError where that was one too many in a row.
+    def _waited(self, seconds: float) -> None:
+        """A wait ended without either. TimeoutError where those in a row come to the timeout.
 
         The kernel takes megabytes at once and a slow link has them for seconds: while the other side acknowledges some
         of them, this is no silence.
         """
         unsent = array.array("i", [0])
         fcntl.ioctl(self._socket, termios.TIOCOUTQ, unsent)
-        self._quiet = 0 if unsent[0] < self._unsent else self._quiet + 1
+        self._quiet = 0.0 if unsent[0] < self._unsent else self._quiet + seconds
         self._unsent = unsent[0]
-        if self._quiet >= _WAITS:
+        if self._quiet >= 0.999 * self._timeout:  # of sums of parts of it
             raise TimeoutError("timed out")
 
 
@@ -434,7 +447,7 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def _words(words: Sequence[bytes]) -> bytes:
-    return b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+    return b"".join([b"$%d\r\n%s\r\n" % (len(word), word) for word in words])
 
 
 def _command(verb: bytes, names: Sequence[str]) -> bytes:

@@ -102,6 +102,28 @@ class Pool(RuleBasedStateMachine):
         for number in sorted(numbers, reverse=True):
             del self.holds[number]
 
+    @precondition(lambda self: self.empty_holds())
+    @rule(data=st.data())
+    def insert_held(self, data: Any) -> None:
+        numbers = data.draw(st.lists(st.sampled_from(self.empty_holds()), min_size=1, unique=True))
+        chain = data.draw(
+            st.lists(st.sampled_from(ALL), min_size=len(numbers), max_size=len(numbers), unique=True)
+        )
+        pages = [self.holds[number][0] for number in numbers]
+        for page, key in zip(pages, chain, strict=True):
+            page.view[:] = bytes_of(key, 128)
+        there = self.pool.insert_held(pages, chain, "save")
+        for page, key, held in zip(reversed(pages), reversed(chain), there, strict=True):
+            if key in self.resident:
+                self.resident.remove(key)
+            else:
+                self.slot[key] = page.memory.meta.address
+            self.resident.append(key)
+            assert held.memory.meta.address == self.slot[key]
+        for number in sorted(numbers, reverse=True):
+            del self.holds[number]
+        self.holds += [(page, key, "save") for page, key in zip(there, reversed(chain), strict=True)]
+
     @rule(
         chain=st.lists(st.sampled_from(ALL), min_size=1, max_size=6, unique=True),
         owner=st.sampled_from(["load", "put"]),
@@ -265,4 +287,32 @@ def test_the_pool_asks_for_huge_pages_before_anything_is_in_it() -> None:
         page.view[:] = b"x" * 100_000
     assert all(bytes(page.view) == b"x" * 100_000 for page in pages)
     pool.release(pages, "save")
+    assert pool.close()
+
+
+def test_slots_are_freed_together_and_reused_without_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache's calls for one slot cost more than all else that the pool does with it."""
+    pool = pool_of()
+    calls: Counter[str] = Counter()
+    inner = pool._allocator.allocator
+    for name in ("free", "batched_free", "batched_allocate"):
+        original = getattr(inner, name)
+
+        def count(*args: Any, _name: str = name, _original: Any = original, **more: Any) -> Any:
+            calls[_name] += 1
+            return _original(*args, **more)
+
+        monkeypatch.setattr(inner, name, count)
+    chain = keys(3 * SLOTS)
+    for start in range(0, len(chain), SLOTS):
+        pages = pool.take(SLOTS, "save")
+        assert pages is not None
+        assert all(pool.insert(pages, chain[start : start + SLOTS], "save"))
+    assert pool.evicted == 2 * SLOTS
+    assert calls == {"batched_allocate": 1}  # of the first eight; the others took the places of those before
+    pages = pool.take(SLOTS, "get")
+    assert pages is not None
+    pool.release(pages, "get")
+    assert calls == {"batched_allocate": 1, "batched_free": 1}
+    assert pool.free == SLOTS
     assert pool.close()
