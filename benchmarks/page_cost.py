@@ -10,7 +10,9 @@ was not ready to, it waited for the interpreter: wall time less what /proc/PID/t
 as ready. That is `lost_us`, a page; `step_share` is the same of a step. `blocked` is how often it stood still, a page:
 two of them are one turn of another thread, and beside a thread of the cache that runs for microseconds it is the turns
 that cost. `calls_us` are its own calls, a page, waits left out; `threads_us` what the threads of the cache ran, with or
-without the interpreter. What is under way is bounded: a step that finds `QUEUED` blocks under way submits none, and only
+without the interpreter. On two cores the cache's threads share theirs with the server and with the kernel's copies, and
+one that has the interpreter may have to wait for it: part of `lost_us` there, and not on a server's machine; `blocked`
+does not depend on it. What is under way is bounded: a step that finds `QUEUED` blocks under way submits none, and only
 pages that were submitted count.
 
 Which lines have the interpreter, py-spy says: `py-spy record --gil --threads -- python -m
