@@ -31,9 +31,10 @@ from benchmarks._page_memory import (
 from glm_sglang.cache.copier import TorchPageCopier
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_runtime import CudaRuntime
+from glm_sglang.cache.saves import RESERVE
 
 LAUNCHES = 50  # between two events: what the host takes for one would hide the kernel
-BLOCK = 16  # pages: what a save reserves at once (glm_sglang.cache.saves.RESERVE)
+BLOCK = RESERVE  # pages: what a save reserves at once
 UPSTREAM_CHUNK = 4  # pages: LMCache's 256 tokens
 
 
@@ -206,7 +207,7 @@ def measure(note: Callable[[str, Any], None], seconds_left: Callable[[], float],
         ("plain_copy", copies.plain),
         ("equality", lambda: copies.equality(min(pages, 700))),
         ("save_16k_tokens", lambda: copies.saves(min(pages, 256))),
-        ("kernels_16_pages", lambda: copies.kernels(BLOCK)),
+        (f"kernels_{BLOCK}_pages", lambda: copies.kernels(BLOCK)),
         ("load_32k_tokens", lambda: loads.load(short, (100.0,))),
         ("load_128k_tokens", lambda: loads.load(long, (100.0, 400.0))),
         ("save_4k_tokens", lambda: copies.saves(min(pages, 64))),

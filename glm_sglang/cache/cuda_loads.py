@@ -26,7 +26,7 @@ _STEP_BYTES = 8 << 20  # of a load's first step: 0.15 ms over PCIe 5, against so
 # H200), in which PCIe 5 moves 500 KB.
 _CALL_BYTES = 512 << 10
 # Steps grow to a 16th of the layers: what the forward waits for, at most, where copy and layers take equally long.
-_LARGEST_STEP = 16
+_LEAST_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class CudaLoads:
         self._page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
         self._step_bytes, self._call_bytes = step_bytes, call_bytes
         layout = [[(part.start, part.rows.shape[1]) for part in layer] for layer in device.layers]
-        most = max(1, len(layout) // _LARGEST_STEP)
+        most = max(1, len(layout) // _LEAST_STEPS)
         made: dict[range, _Step] = {}
         self._steps = {
             first: [self._step(group, made) for group in cuda_plan.groups(layout, first, most)]

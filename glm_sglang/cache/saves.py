@@ -154,9 +154,10 @@ class SaveQueue:
             start, step = first, RESERVE
             while start < len(keys):
                 part = keys[start : start + step]
-                pages = self._store.reserve(len(part))
+                last = len(part) <= FEWER
+                pages = self._store.reserve(len(part), last=last)
                 if pages is None:
-                    if len(part) <= FEWER:
+                    if last:
                         break
                     step = FEWER
                     continue

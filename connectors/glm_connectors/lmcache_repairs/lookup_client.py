@@ -219,13 +219,13 @@ class RepairedLookupClient:
             link = rank.link
             if link is not None:
                 poll.register(link, select.POLLIN)
-                asked[link.fileno()] = rank
+                asked[link.fileno()] = rank, link
         while lookup.state is State.WAITING and asked and time.monotonic() < until:
             came = poll.poll(0)
             for number, _ in came:
-                rank = asked[number]
+                rank, link = asked[number]
                 self._read(rank, 0)
-                if rank.number in lookup.replies or rank.link is None:
+                if rank.number in lookup.replies or rank.link is not link:
                     poll.unregister(number)
                     del asked[number]
             if not came:

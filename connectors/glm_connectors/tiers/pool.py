@@ -1,8 +1,8 @@
 """The CPU pool: slots of one size in (pinned) memory, which of them hold which page, and who keeps them there.
 
 Memory, slots and reference counts are LMCache's: `PinMemoryAllocator` in its paged mode and its `MemoryObj`.
-A slot has one reference of ours while it is resident or held, and those of whoever else has its `MemoryObj` (the
-executor, for a put's length). It is evicted only when nobody holds it and ours is the only reference, and is free
+A slot has one reference of ours while it is resident or held, and those of whoever else has its `MemoryObj` (nobody, in
+this product). It is evicted only when nobody holds it and ours is the only reference, and is free
 again when the last one goes, so a page that is evicted or overwritten by name while someone still reads it stays
 as it is until then. Holds are counted here: a reference of LMCache's for each takes four times as long, and the
 scheduler takes thousands at once. LMCache's `pin()` is not used: its PinMonitor ends a pin after a timeout,
@@ -157,17 +157,18 @@ class CpuPool:
             victims = self._victims(count - len(self._free))
             if victims is None:
                 return None
+            slots = []
+            if fresh := count - len(victims):
+                allocated = self._allocator.batched_allocate(*self._arguments, fresh)
+                assert allocated is not None
+                slots = allocated
             # A victim's slot is taken as it is, with our reference: to free it and allocate it again costs three times as
             # much as all the rest.
             taken = [self._resident.pop(key) for key in victims]
             for page in taken:
                 page.resident = False
-            slots = [page.memory for page in taken]
+            slots = [*slots, *(page.memory for page in taken)]
             self.evicted += len(victims)
-            if fresh := count - len(slots):
-                allocated = self._allocator.batched_allocate(*self._arguments, fresh)
-                assert allocated is not None
-                slots = allocated + slots
             self._held[owner] += count
         return [Page(memory, self._views[memory.meta.address], self._layout) for memory in slots]
 
@@ -303,7 +304,11 @@ class CpuPool:
 
     def _free_all(self, unused: Sequence[Any]) -> None:
         """Our reference on these slots ends; together, for LMCache's way for each takes longer than all that we do with
-        one. Where somebody else has a reference, it is the one that frees the slot."""
+        one. Where somebody else has a reference, it is the one that frees the slot.
+
+        UPSTREAM: TensorMemoryObj.ref_count_down takes a lock and frees at 0 where nothing is pinned; a count of 1 is
+        ours, so nobody else can change it, and this pool pins nothing.
+        """
         freed = []
         for memory in unused:
             if memory.meta.ref_count == 1:

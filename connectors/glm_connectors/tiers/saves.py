@@ -57,7 +57,7 @@ class _Node:
         self.queue: deque[_Save] = deque()
         self.more = threading.Condition(lock)
         self.waiting = False
-        self.pumps: set[asyncio.Task[None]] = set()  # the event loop's
+        self.pumps: set[asyncio.Task[None]] = set()  # changed on the event loop only
 
 
 class Saver:
@@ -166,7 +166,8 @@ class Saver:
         node = self._nodes[number]
         node.pumps.discard(pump)
         if not pump.cancelled() and (error := pump.exception()) and not self._closed:
-            logger.error("a save pump failed; the next save starts another", exc_info=error)
+            logger.error("a save pump failed; another starts in %g s", _RECHECK, exc_info=error)
+            self._loop.call_later(_RECHECK, self._wake, [number])
         elif node.queue and not self._closed:  # since it looked
             self._wake([number])
 

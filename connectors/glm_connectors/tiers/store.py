@@ -158,11 +158,14 @@ class TieredStore:
 
     # Saves
 
-    def reserve(self, count: int) -> list[Page] | None:
+    def reserve(self, count: int, *, last: bool = True) -> list[Page] | None:
         """`count` slots to be filled for a save, evicting what is least recently used; None where the pool
-        has not that many to give (counted). All or nothing. Followed by `commit` or `abandon`."""
+        has not that many to give. All or nothing. Followed by `commit` or `abandon`.
+
+        last: a refusal is counted; no smaller block is asked for instead.
+        """
         pages = self._pool.take(count, "save")
-        if pages is None:
+        if pages is None and last:
             self.metrics.add("cache_refused_reservations")
         return pages
 

@@ -7,7 +7,7 @@ values and segments it takes: another thread that computes in Python costs it a 
 hundreds, and loses as few turns of it.
 
 Silence is what times out, not size: of it a quarter of the timeout at most passes in the kernel at a time, and a call has
-failed once the waits that brought no byte and took none away come to the timeout. So a slow link makes slow calls and no
+failed once no byte has come and none was taken away for as long as the timeout. So a slow link makes slow calls and no
 failures; how long a call may take all the same, whoever calls says (`deadline`).
 """
 
@@ -30,9 +30,11 @@ _PARTS = 1000  # of one sendmsg or recvmsg_into; Linux takes 1024
 _NAME = b"glm_connectors"
 _LOOK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
 _FRESH = 1.0  # seconds after an answer in which a connection is taken to be as it was
-# Seconds of a wait for bytes at most, then a look at whether values are what was expected. Set once: to set it while
-# bytes come has the kernel do its work on them with the interpreter in our hands.
-_GLANCE = 0.05
+# Seconds of a wait for bytes at most, then a look at whether values are what was expected: what a get loses to the first
+# hole that it meets. Set once: to set it while bytes come has the kernel do its work on them with the interpreter in our
+# hands.
+_GLANCE = 0.005
+_HOLES = 1.0  # seconds after a hole in which values are received one by one
 _WAITS = 4  # that a timeout consists of, at least
 # Load balancers, NATs and firewalls forget a silent connection after minutes, Linux would ask after two hours. Seconds,
 # seconds, times.
@@ -80,8 +82,9 @@ class Connection:
             self._calls = 0
             self._heard = False  # a byte, since the last command began
             self._answered = float("-inf")  # when a byte came last
-            self._quiet = 0.0  # seconds of waits in a row
-            self._unsent = -1  # bytes not yet acknowledged at the last of them; -1 unknown
+            self._hole = float("-inf")  # when a value was not there that was expected
+            self._since = time.monotonic()  # when a byte moved last
+            self._unsent = -1  # bytes not yet acknowledged at the last wait since; -1 unknown
             self._wait_at_most(connect_timeout)
             deadline = time.monotonic() + connect_timeout
             if username or password:  # a user may have none
@@ -106,7 +109,8 @@ class Connection:
 
     def idle(self) -> bool:
         """Whether the server still holds its end and nothing has come unasked. Never blocks. Soon after an answer that is
-        taken for granted: to ask costs a turn of the interpreter, and a command that meets the end goes out again.
+        taken for granted: to ask costs a turn of the interpreter, and a command that meets the end goes out again. A
+        stray reply within that time would be taken for the next one's; Valkey sends none, and values have checksums.
         """
         if self._start != self._end:
             return False
@@ -141,8 +145,10 @@ class Connection:
             raise OutOfStepError(f"expected an array of {len(names)} values, found {head[:40]!r}")
         try:
             last, others = self._value(buffers[-1], deadline), buffers[:-1]
-            if last == buffers[-1].nbytes and self._all_fit(others, deadline):
-                return [buffer.nbytes for buffer in buffers]
+            if last == buffers[-1].nbytes and time.monotonic() - self._hole >= _HOLES:
+                if self._all_fit(others, deadline):
+                    return [buffer.nbytes for buffer in buffers]
+                self._hole = time.monotonic()
             if last == ABSENT and self._none_there(len(others)):
                 return [ABSENT] * len(names)
             return [*(self._value(buffer, deadline) for buffer in others), last]
@@ -212,7 +218,7 @@ class Connection:
             try:
                 sent = self._socket.sendmsg(parts[first : first + _PARTS])
             except BlockingIOError:
-                self._waited(self._sending)
+                self._waited()
                 continue
             self._moved()
             if not first and sent == total:
@@ -256,7 +262,7 @@ class Connection:
             try:
                 came = self._socket.recv_into(memoryview(self._line)[self._end : upto], 0, flags)
             except BlockingIOError:
-                self._waited(self._receiving)
+                self._waited()
                 continue
             if not came:
                 raise ConnectionResetError("the server closed the connection")
@@ -296,7 +302,7 @@ class Connection:
         total = sum(map(len, parts))
         while parts:
             if not self._fill(parts, deadline):
-                self._waited(self._receiving)
+                self._waited()
         return total
 
     def _fill(self, parts: list[memoryview], deadline: float) -> bool:
@@ -355,7 +361,7 @@ class Connection:
         left = list(parts)
         while left:
             if not self._fill(left, deadline):
-                self._waited(self._receiving)
+                self._waited()
             came = total - sum(map(len, left))
             if not _begins(parts, came, expected):
                 self._give_back(parts, came)
@@ -378,30 +384,31 @@ class Connection:
 
     def _wait_at_most(self, timeout: float) -> None:
         """Seconds of silence; a part of them is how long a call of the kernel may take."""
-        self._timeout, self._sending = timeout, timeout / _WAITS
-        self._receiving = min(self._sending, _GLANCE)
+        self._timeout = timeout
         for option, seconds in (
-            (socket.SO_SNDTIMEO, self._sending),
-            (socket.SO_RCVTIMEO, self._receiving),
+            (socket.SO_SNDTIMEO, timeout / _WAITS),
+            (socket.SO_RCVTIMEO, min(timeout / _WAITS, _GLANCE)),
         ):
             whole, part = divmod(max(1, int(1e6 * seconds)), 1_000_000)
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, part))
 
     def _moved(self) -> None:
         """A byte came, or the kernel took one."""
-        self._quiet, self._unsent = 0.0, -1
+        self._since, self._unsent = time.monotonic(), -1
 
-    def _waited(self, seconds: float) -> None:
-        """A wait ended without either. TimeoutError where those in a row come to the timeout.
+    def _waited(self) -> None:
+        """A wait ended without either. TimeoutError where there was neither for as long as the timeout.
 
         The kernel takes megabytes at once and a slow link has them for seconds: while the other side acknowledges some
         of them, this is no silence.
         """
         unsent = array.array("i", [0])
         fcntl.ioctl(self._socket, termios.TIOCOUTQ, unsent)
-        self._quiet = 0.0 if unsent[0] < self._unsent else self._quiet + seconds
+        now = time.monotonic()
+        if unsent[0] < self._unsent:
+            self._since = now
         self._unsent = unsent[0]
-        if self._quiet >= 0.999 * self._timeout:  # of sums of parts of it
+        if now - self._since >= self._timeout:
             raise TimeoutError("timed out")
 
 

@@ -459,6 +459,32 @@ def test_calls_of_the_kernel_do_not_grow_with_the_values(server: EmbeddedServer,
     assert made[6]["recvmsg_into"] <= 2  # the rest of the last value, all others
 
 
+def test_a_hole_costs_one_get_its_glance_and_not_the_next(server: EmbeddedServer, connect: Make) -> None:
+    """A get that expects all and meets a hole waits for bytes that never come: for a while after, none expects."""
+    data = connect(server.url)
+    names, values = [f"{number}" for number in range(6)], [bytes([n]) * 4096 for n in range(6)]
+    data.write(0, names, [memoryview(value) for value in values])
+    asked = [*names[:2], "hole", *names[3:]]
+    found = [4096, 4096, ABSENT, 4096, 4096, 4096]
+    connection = data._connections.of(0)
+    expected: list[int] = []
+    all_fit = connection._all_fit
+    connection._all_fit = lambda buffers, deadline: (
+        expected.append(len(buffers)),
+        all_fit(buffers, deadline),
+    )[1]  # type: ignore[method-assign]
+    for _ in range(3):
+        buffers = room(*[4096] * 6)
+        assert data.read(0, asked, buffers) == found
+        assert [bytes(b) for b, n in zip(buffers, found, strict=True) if n == 4096] == [
+            value for number, value in enumerate(values) if number != 2
+        ]
+    assert expected == [5]
+    connection._hole = float("-inf")  # a while later
+    assert data.read(0, names, room(*[4096] * 6)) == [4096] * 6
+    assert expected == [5, 5]
+
+
 @pytest.mark.parametrize(
     "answer",
     [
