@@ -34,7 +34,7 @@ def digests() -> Digests:
     try:
         return _compiled()
     except Exception as error:  # whatever a build of either lacks
-        logger.info("checksums page by page: %s", error)
+        logger.warning("cache: checksums are made page by page, which costs the scheduler turns: %s", error)
         return _one_by_one
 
 

@@ -6,22 +6,18 @@ in the kernel under SO_SNDTIMEO and SO_RCVTIMEO, so a thread enters and leaves P
 values and segments it takes: another thread that computes in Python costs it a few waits for the interpreter, not
 hundreds, and loses as few turns of it.
 
-Silence is what times out, not size: of it a quarter of the timeout at most passes in the kernel at a time, and a call has
-failed once no byte has come and none was taken away for as long as the timeout. So a slow link makes slow calls and no
-failures; how long a call may take all the same, whoever calls says (`deadline`).
+Silence is what times out, not size (`silence.py`): a slow link makes slow calls and no failures; how long a call may take
+all the same, whoever calls says (`deadline`).
 """
 
 from __future__ import annotations
 
-import array
-import fcntl
 import socket
-import struct
-import termios
 import time
 from collections.abc import Sequence
 
 from glm_connectors.valkey_store.clients import ABSENT, MISFIT
+from glm_connectors.valkey_store.silence import Silence, dial
 
 _LINE = 4096  # bytes of a reply's line at most; Valkey's error messages are shorter
 _NIL = b"$-1\r\n"
@@ -30,12 +26,7 @@ _PARTS = 1000  # of one sendmsg or recvmsg_into; Linux takes 1024
 _NAME = b"glm_connectors"
 _LOOK = int(socket.MSG_PEEK) | int(socket.MSG_DONTWAIT)
 _FRESH = 1.0  # seconds after an answer in which a connection is taken to be as it was
-# Seconds of a wait for bytes at most, then a look at whether values are what was expected: what a get loses to the first
-# hole that it meets. Set once: to set it while bytes come has the kernel do its work on them with the interpreter in our
-# hands.
-_GLANCE = 0.005
 _HOLES = 1.0  # seconds after a hole in which values are received one by one
-_WAITS = 4  # that a timeout consists of, at least
 # Load balancers, NATs and firewalls forget a silent connection after minutes, Linux would ask after two hours. Seconds,
 # seconds, times.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -70,7 +61,7 @@ class Connection:
         connect_timeout: seconds for all addresses of `host` together, and again for signing in at the one that took the
         connection. timeout: of silence, from then on.
         """
-        self._socket = _dial(host, port, connect_timeout)
+        self._socket = dial(host, port, connect_timeout)
         try:
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -83,9 +74,8 @@ class Connection:
             self._heard = False  # a byte, since the last command began
             self._answered = float("-inf")  # when a byte came last
             self._hole = float("-inf")  # when a value was not there that was expected
-            self._since = time.monotonic()  # when a byte moved last
-            self._unsent = -1  # bytes not yet acknowledged at the last wait since; -1 unknown
-            self._wait_at_most(connect_timeout)
+            self._silence = Silence(self._socket)
+            self._silence.ends_after(connect_timeout)
             deadline = time.monotonic() + connect_timeout
             if username or password:  # a user may have none
                 user = [username.encode()] if username else []
@@ -99,7 +89,7 @@ class Connection:
                 # here only: a value is longer than such a client may send, and ends the connection without a word.
                 if str(error).startswith("NOAUTH"):
                     raise
-            self._wait_at_most(timeout)
+            self._silence.ends_after(timeout)
         except BaseException:
             self._socket.close()
             raise
@@ -212,15 +202,15 @@ class Connection:
         first = 0
         total = sum(map(len, parts))
         self._heard = False
-        self._moved()
+        self._silence.broken()
         while first < len(parts):
             _check(deadline)
             try:
                 sent = self._socket.sendmsg(parts[first : first + _PARTS])
             except BlockingIOError:
-                self._waited()
+                self._silence.waited()
                 continue
-            self._moved()
+            self._silence.broken()
             if not first and sent == total:
                 return
             while first < len(parts) and sent >= len(parts[first]):
@@ -262,12 +252,12 @@ class Connection:
             try:
                 came = self._socket.recv_into(memoryview(self._line)[self._end : upto], 0, flags)
             except BlockingIOError:
-                self._waited()
+                self._silence.waited()
                 continue
             if not came:
                 raise ConnectionResetError("the server closed the connection")
             self._heard = True
-            self._moved()
+            self._silence.broken()
             self._answered = time.monotonic()
             self._end += came
             return
@@ -302,7 +292,7 @@ class Connection:
         total = sum(map(len, parts))
         while parts:
             if not self._fill(parts, deadline):
-                self._waited()
+                self._silence.waited()
         return total
 
     def _fill(self, parts: list[memoryview], deadline: float) -> bool:
@@ -320,7 +310,7 @@ class Connection:
                 return False
             if not came:
                 raise ConnectionResetError("the server closed the connection within a value")
-            self._moved()
+            self._silence.broken()
         first = 0
         while first < len(parts) and came >= len(parts[first]):
             came -= len(parts[first])
@@ -361,7 +351,7 @@ class Connection:
         left = list(parts)
         while left:
             if not self._fill(left, deadline):
-                self._waited()
+                self._silence.waited()
             came = total - sum(map(len, left))
             if not _begins(parts, came, expected):
                 self._give_back(parts, came)
@@ -370,46 +360,19 @@ class Connection:
 
     def _give_back(self, parts: Sequence[memoryview], came: int) -> None:
         """The first `came` bytes of `parts` are to be read anew."""
-        kept = bytearray(b"".join(parts)[:came]) + self._line[self._start : self._end]
+        kept = bytearray()
+        for part in parts:
+            kept += part[: max(0, came - len(kept))]
+        kept += memoryview(self._line)[self._start : self._end]
         self._start, self._end = 0, len(kept)
-        self._line = kept + bytearray(_LINE)
+        kept += bytes(_LINE)
+        self._line = kept
 
     def _forget(self) -> None:
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._line) > _LINE:
                 self._line = bytearray(_LINE)
-
-    # -- how long -------------------------------------------------------------------------------------------
-
-    def _wait_at_most(self, timeout: float) -> None:
-        """Seconds of silence; a part of them is how long a call of the kernel may take."""
-        self._timeout = timeout
-        for option, seconds in (
-            (socket.SO_SNDTIMEO, timeout / _WAITS),
-            (socket.SO_RCVTIMEO, min(timeout / _WAITS, _GLANCE)),
-        ):
-            whole, part = divmod(max(1, int(1e6 * seconds)), 1_000_000)
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, part))
-
-    def _moved(self) -> None:
-        """A byte came, or the kernel took one."""
-        self._since, self._unsent = time.monotonic(), -1
-
-    def _waited(self) -> None:
-        """A wait ended without either. TimeoutError where there was neither for as long as the timeout.
-
-        The kernel takes megabytes at once and a slow link has them for seconds: while the other side acknowledges some
-        of them, this is no silence.
-        """
-        unsent = array.array("i", [0])
-        fcntl.ioctl(self._socket, termios.TIOCOUTQ, unsent)
-        now = time.monotonic()
-        if unsent[0] < self._unsent:
-            self._since = now
-        self._unsent = unsent[0]
-        if now - self._since >= self._timeout:
-            raise TimeoutError("timed out")
 
 
 def _begins(parts: Sequence[memoryview], came: int, expected: bytes) -> bool:
@@ -427,30 +390,6 @@ def _begins(parts: Sequence[memoryview], came: int, expected: bytes) -> bool:
 def _check(deadline: float) -> None:
     if time.monotonic() >= deadline:
         raise TimeoutError("timed out in all")
-
-
-def _dial(host: str, port: int, timeout: float) -> socket.socket:
-    """Tries the host's addresses in turn. Each has its share of what is left of `timeout`: one that never answers
-    leaves the next ones theirs. The last one's OSError where none answers."""
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    deadline = time.monotonic() + timeout
-    for left, (family, kind, protocol, _, address) in zip(
-        range(len(addresses), 0, -1), addresses, strict=True
-    ):
-        one = socket.socket(family, kind, protocol)
-        try:
-            one.settimeout(max(0.001, (deadline - time.monotonic()) / left))
-            one.connect(address)
-        except OSError:
-            one.close()
-            if left == 1:
-                raise
-        except BaseException:
-            one.close()
-            raise
-        else:
-            return one
-    raise OSError(f"{host} has no address")
 
 
 def _words(words: Sequence[bytes]) -> bytes:

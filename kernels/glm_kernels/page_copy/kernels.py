@@ -20,8 +20,8 @@ import triton.language as tl
 
 from glm_kernels.page_copy.rows import Rows, check, extent
 
-CHUNK = 16384  # bytes a program: 8 loads of 16 bytes for each of 128 threads before the first store
-WARPS = 4
+_CHUNK = 16384  # bytes a program: 8 loads of 16 bytes for each of 128 threads before the first store
+_WARPS = 4
 _VECTOR = 16
 
 
@@ -84,10 +84,10 @@ class CopyTable:
                 row.pool.data_ptr() + at,
                 row.pool.stride(0),
                 row.start + at,
-                min(CHUNK, row.size - at) // word,
+                min(_CHUNK, row.size - at) // word,
             )
             for row in rows
-            for at in range(0, row.size, CHUNK)
+            for at in range(0, row.size, _CHUNK)
         ]
         self.chunks = len(lines)
         self.lines = torch.tensor(lines, dtype=torch.int64).to(rows[0].pool.device)
@@ -101,7 +101,7 @@ class CopyTable:
         aligned = self.aligned and staging.data_ptr() % _VECTOR == 0 and pitch % _VECTOR == 0
         if self.aligned and not aligned:
             raise ValueError(f"staging must begin and advance in multiples of {_VECTOR} bytes, found {pitch}")
-        words = CHUNK // 4 if aligned else CHUNK
+        words = _CHUNK // 4 if aligned else _CHUNK
         _copy[(self.chunks, pages.shape[0])](
             self.lines,
             pages,
@@ -110,7 +110,7 @@ class CopyTable:
             TO_STAGING=to_staging,
             ALIGNED=aligned,
             WORDS=words,
-            num_warps=WARPS,
+            num_warps=_WARPS,
         )
 
 

@@ -53,19 +53,12 @@ def extent(rows: Sequence[Rows]) -> Extent:
     return Extent(max(row.start + row.size for row in rows), devices.pop())
 
 
-def check_numbers(name: str, numbers: torch.Tensor) -> None:
-    """Raises ValueError for what is no contiguous int64 [n]."""
-    if numbers.dim() != 1 or numbers.dtype != torch.int64 or not numbers.is_contiguous():
-        raise ValueError(
-            f"{name}: expected contiguous int64 [n], found {numbers.dtype} {tuple(numbers.shape)}"
-        )
-
-
 def check(of: Extent, pages: torch.Tensor, staging: torch.Tensor) -> None:
     """Raises ValueError for what a copy cannot do. Looks at shapes and strides only: page numbers may be on a device, so
     whether they are in range is the caller's business.
     """
-    check_numbers("pages", pages)
+    if pages.dim() != 1 or pages.dtype != torch.int64 or not pages.is_contiguous():
+        raise ValueError(f"pages: expected contiguous int64 [n], found {pages.dtype} {tuple(pages.shape)}")
     if staging.dim() != 2 or staging.dtype != torch.uint8 or (staging.shape[0] and staging.stride(1) != 1):
         raise ValueError(f"staging: expected uint8 [n, bytes], found {staging.dtype} {tuple(staging.shape)}")
     if staging.shape[0] != pages.shape[0]:

@@ -83,9 +83,8 @@ class Pool(RuleBasedStateMachine):
             number for number, (_, key, owner) in enumerate(self.holds) if key is None and owner == "save"
         ]
 
-    @precondition(lambda self: self.empty_holds())
-    @rule(data=st.data())
-    def insert(self, data: Any) -> None:
+    def fill_some(self, data: Any) -> tuple[list[int], list[Any], list[bytes]]:
+        """Writes some held, empty pages: their numbers in `holds`, they, and their keys."""
         numbers = data.draw(st.lists(st.sampled_from(self.empty_holds()), min_size=1, unique=True))
         chain = data.draw(
             st.lists(st.sampled_from(ALL), min_size=len(numbers), max_size=len(numbers), unique=True)
@@ -93,6 +92,12 @@ class Pool(RuleBasedStateMachine):
         pages = [self.holds[number][0] for number in numbers]
         for page, key in zip(pages, chain, strict=True):
             page.view[:] = bytes_of(key, 128)
+        return numbers, pages, chain
+
+    @precondition(lambda self: self.empty_holds())
+    @rule(data=st.data())
+    def insert(self, data: Any) -> None:
+        numbers, pages, chain = self.fill_some(data)
         new = self.pool.insert(pages, chain, "save")
         assert new == [key not in self.resident for key in chain]
         for page, key, inserted in reversed(list(zip(pages, chain, new, strict=True))):
@@ -105,13 +110,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.empty_holds())
     @rule(data=st.data())
     def insert_held(self, data: Any) -> None:
-        numbers = data.draw(st.lists(st.sampled_from(self.empty_holds()), min_size=1, unique=True))
-        chain = data.draw(
-            st.lists(st.sampled_from(ALL), min_size=len(numbers), max_size=len(numbers), unique=True)
-        )
-        pages = [self.holds[number][0] for number in numbers]
-        for page, key in zip(pages, chain, strict=True):
-            page.view[:] = bytes_of(key, 128)
+        numbers, pages, chain = self.fill_some(data)
         there = self.pool.insert_held(pages, chain, "save")
         for page, key, held in zip(reversed(pages), reversed(chain), there, strict=True):
             if key in self.resident:

@@ -267,13 +267,8 @@ class Jobs:
         return await self._submit(*args)
 
 
-def test_saves_that_follow_each_other_are_one_job(
-    server: EmbeddedServer, rank: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each block is one round trip: the worker that put the one before waits for it. `close` does not wait for it."""
-    monkeypatch.setattr(saves, "_LINGER", 300.0)
-    writer = rank(server.url)
-    jobs = Jobs(writer.store._remote.saver)
+def sizes_of_puts(writer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the pages of each round trip that puts some."""
     puts: list[int] = []
     put = writer.store._remote.valkey.put
     monkeypatch.setattr(
@@ -281,6 +276,17 @@ def test_saves_that_follow_each_other_are_one_job(
         "put",
         lambda node, names, values: (puts.append(len(names)), put(node, names, values)),
     )
+    return puts
+
+
+def test_saves_that_follow_each_other_are_one_job(
+    server: EmbeddedServer, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block is one round trip: the worker that put the one before waits for it. `close` does not wait for it."""
+    monkeypatch.setattr(saves, "_LINGER", 300.0)
+    writer = rank(server.url)
+    jobs = Jobs(writer.store._remote.saver)
+    puts = sizes_of_puts(writer, monkeypatch)
     for number in range(10):
         assert writer.save(keys(10, f"block {number}")) == 10
     assert jobs.count == 1
@@ -294,13 +300,7 @@ def test_a_burst_is_put_by_all_workers_in_groups(
     """100 pages, of which a group is 12 in a pool of 200 (200 // 16): 9 round trips."""
     writer = rank(server.url)
     jobs = Jobs(writer.store._remote.saver)
-    puts: list[int] = []
-    put = writer.store._remote.valkey.put
-    monkeypatch.setattr(
-        writer.store._remote.valkey,
-        "put",
-        lambda node, names, values: (puts.append(len(names)), put(node, names, values)),
-    )
+    puts = sizes_of_puts(writer, monkeypatch)
     assert writer.save(keys(100)) == 100
     assert sum(puts) == 100
     assert len(puts) == 9
