@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -296,6 +296,7 @@ class Soak:
             "passed": judged["passed"],
             "failed": judged["failed"],
             "stall_ms_max": found["stall_ms"]["max"],
+            "pages_a_run": pages_a_run(found["counts"]),
             **found,
             "limits": asdict(self.setting.limits),
             "warm_reading": warm,
@@ -326,6 +327,7 @@ def counts(before: Sample, after: Sample) -> dict[str, int]:
         "miss_pages_valkey": of("cache_miss_pages", tier="valkey"),
         "lost_pages": of("cache_lost_pages"),
         "pages_loaded_to_device": of("cache_load_pages"),
+        "runs_loaded_to_device": of("cache_load_runs"),
         "load_waits": grown(before, after, "cache_load_wait_seconds_count"),
         "saved_pages": of("cache_saved_pages"),
         "dropped_saves": of("cache_dropped_saves"),
@@ -339,6 +341,12 @@ def counts(before: Sample, after: Sample) -> dict[str, int]:
         "failed_operations_at_valkey": of("cache_store_failures"),
         "bad_values": of("cache_bad_values"),
     }
+
+
+def pages_a_run(counted: Mapping[str, int]) -> float | None:
+    """How many pages of a load lay next to each other in the CPU pool, in the mean; None where nothing was loaded."""
+    runs = counted["runs_loaded_to_device"]
+    return round(counted["pages_loaded_to_device"] / runs, 2) if runs else None
 
 
 def by_label(before: Sample, after: Sample, name: str, label: str) -> dict[str, int]:

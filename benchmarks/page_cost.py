@@ -90,7 +90,7 @@ class NoCopies:
     def start_save(self, pages: Sequence[int], into: Sequence[Any]) -> Callable[[], None]:
         return lambda: None
 
-    def start_load(self, pages: Sequence[int], source: Sequence[Any], landed: Any) -> Callable[[], None]:
+    def start_load(self, pages: Sequence[int], source: Sequence[Any], landed: Any) -> Callable[[], int]:
         raise AssertionError("nothing is loaded here")
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from glm_sglang.cache import cuda_plan
 from glm_sglang.cache.device_pages import DevicePages
 from glm_sglang.cache.slots import page_numbers
 
@@ -50,11 +51,11 @@ class PageCopier(Protocol):
 
     def start_load(
         self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], int]:
         """Host pages into the device pages whose slots these are: int64 [tokens] of each request, page by page. Calls
         `landed(layer)` for each layer, in order, once whoever reads it may be told (`layer_waits`). The result, for any
-        thread, returns when the host pages are no longer read and the device pages no longer written; where this
-        raises, that is so already.
+        thread, returns when the host pages are no longer read and the device pages no longer written: how many runs of
+        neighbours the host pages were. Where this raises, nothing is read or written any more already.
         """
 
 
@@ -114,11 +115,14 @@ class TorchPageCopier:
 
     def start_load(
         self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], int]:
         """The copies are complete when this returns; there is nothing left to wait for."""
-        page_tokens = self._device.layout.page_tokens
-        self.load([number for one in slots for number in page_numbers(one, page_tokens)], source, landed)
-        return _nothing
+        layout = self._device.layout
+        self.load(
+            [number for one in slots for number in page_numbers(one, layout.page_tokens)], source, landed
+        )
+        runs = cuda_plan.runs(sorted(page.address for page in source), layout.page_bytes)
+        return lambda: len(runs)
 
     def load(self, pages: Sequence[int], source: Sequence[HostPage], landed: Callable[[int], None]) -> None:
         """A layer has landed when the last block's part of it has."""

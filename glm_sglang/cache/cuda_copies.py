@@ -174,22 +174,24 @@ class CudaPageCopier:
 
     def start_load(
         self, slots: Sequence[torch.Tensor], source: Sequence[HostPage], landed: Callable[[int], None]
-    ) -> Callable[[], None]:
-        """Queues the copies; the result waits until they are done. Until then both sides belong to the copy.
+    ) -> Callable[[], int]:
+        """Queues the copies; the result waits until they are done, and has how many runs the host pages were. Until
+        then both sides belong to the copy.
 
         Loads may be started before the one before is done: they go through the same streams, in order. Where queueing
         fails it raises only when nothing is under way any more.
         """
         try:
-            self.loads.queue(self._events(), slots, source, landed)
+            runs = self.loads.queue(self._events(), slots, source, landed)
         except BaseException:
             self._drain(self.loads.copies, self.loads.stream)
             raise
         done = self.loads.marked  # behind every copy: each is scattered
 
-        def wait() -> None:
+        def wait() -> int:
             self._runtime.begin_thread()
             self._runtime.poll(done.query)
+            return runs
 
         return wait
 

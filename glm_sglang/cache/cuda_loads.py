@@ -105,8 +105,9 @@ class CudaLoads:
         slots: Sequence[torch.Tensor],
         source: Sequence[HostPage],
         landed: Callable[[int], None],
-    ) -> None:
-        """Queues a load; nothing is read of `slots`, or written, before the events `after` have come about.
+    ) -> int:
+        """Queues a load; nothing is read of `slots`, or written, before the events `after` have come about. How many runs
+        the host pages are.
 
         ValueError where the slots are not as many as the pages'.
         """
@@ -126,6 +127,7 @@ class CudaLoads:
                 self.marked.record(self.stream)
                 for layer in step.group.layers:
                     landed(layer)
+        return len(runs)
 
     def _queue(self, load: _Load, step: _Step) -> None:
         for block in load.blocks(max(1, self._ring.slot_bytes // step.group.width)):

@@ -59,7 +59,7 @@ class LoadQueue:
         self._recorder = recorder
         self._audit = audit
         self._work: queue.Queue[tuple[int, list[Load], Callable[[], None]] | None] = queue.Queue()
-        self._under_way: queue.Queue[tuple[int, list[Load], Callable[[], None]] | None] = queue.Queue()
+        self._under_way: queue.Queue[tuple[int, list[Load], Callable[[], int]] | None] = queue.Queue()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in ((self._start_all, "glm-cache-load"), (self._end_all, "glm-cache-landed"))
@@ -102,8 +102,9 @@ class LoadQueue:
             try:
                 for load in loads:  # here, where no forward waits for it: it hashes whole pages
                     self._audit.record("load", load.keys, load.pages)
-                landed()
+                runs = landed()
                 self._recorder.add("cache_load_pages", amount=sum(len(load.pages) for load in loads))
+                self._recorder.add("cache_load_runs", amount=runs)
             except BaseException as error:
                 self._failed(index, loads, error, "its copies were under way: the device is lost")
             finally:
@@ -119,7 +120,7 @@ class LoadQueue:
             self._store.release(load.pages)
         self._work.task_done()
 
-    def _copy(self, index: int, loads: list[Load], free: Callable[[], None]) -> Callable[[], None]:
+    def _copy(self, index: int, loads: list[Load], free: Callable[[], None]) -> Callable[[], int]:
         """Starts the batch's copies; what waits for their end."""
         free()
         slots = [load.indices for load in loads]

@@ -37,6 +37,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "cache_load_pages", "counter", "pages copied from the CPU pool to the device: hits that were used"
     ),
+    Metric(
+        "cache_load_runs",
+        "counter",
+        "runs of neighbouring host pages that these were in, batch by batch: copies for each part and step of layers",
+    ),
     Metric("cache_failed_loads", "counter", "loads whose copy failed; their requests were aborted"),
     Metric("cache_failed_prefetches", "counter", "requests whose prefetch could not be started"),
     Metric(

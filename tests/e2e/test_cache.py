@@ -348,6 +348,7 @@ def test_every_counter_moves_or_is_there(pair: Cached) -> None:
         ("cache_saved_bytes_total", {}),
         ("cache_offload_pages_total", {"end": "saved"}),
         ("cache_load_pages_total", {}),
+        ("cache_load_runs_total", {}),
         ("cache_wait_seconds_count", {}),
         ("cache_load_wait_seconds_count", {}),
         ("cache_hash_seconds_count", {}),

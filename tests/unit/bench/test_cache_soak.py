@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import _soak_judge as judge
 from benchmarks import _soak_load as load
+from benchmarks import cache_soak
 
 RUNS_IN_ORDER: dict[str, Any] = {
     "wrong_bytes": 0,
@@ -69,6 +70,14 @@ def test_what_did_not_happen_fails(name: str) -> None:
     assert f"not exercised: {name}" in reasons
     absent = {key: value for key, value in counts().items() if key != name}
     assert f"not exercised: {name}" in judged(counts=absent)
+
+
+def test_pages_a_run_is_what_the_two_counters_say() -> None:
+    names = ("cache_load_pages_total", "cache_load_runs_total")
+    before: judge.Sample = Counter(dict(zip(names, (100, 50), strict=True)))
+    after: judge.Sample = Counter(dict(zip(names, (700, 75), strict=True)))
+    assert cache_soak.pages_a_run(cache_soak.counts(before, after)) == 600 / 25
+    assert cache_soak.pages_a_run(cache_soak.counts(after, after)) is None
 
 
 def test_without_a_bound_stalls_are_reported_only() -> None:

@@ -84,6 +84,18 @@ def test_a_layer_has_landed_when_it_is_said(pool: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("places", "runs"), [([2, 3, 4], 1), ([4, 2, 0], 1), ([0, 1, 4, 5], 2), ([5, 1, 2, 3, 9, 20], 3)]
+)
+def test_a_load_says_how_many_runs_its_host_pages_are(pool: Any, places: list[int], runs: int) -> None:
+    """Pages at equal distances in memory, whatever the order in which they are asked for."""
+    pages = device_pages(pool, PAGE)
+    memory = torch.zeros(21, pages.layout.page_bytes, dtype=torch.uint8)
+    host = [SimpleNamespace(tensor=memory[place], address=memory[place].data_ptr()) for place in places]
+    slots = torch.arange(len(places) * PAGE)
+    assert TorchPageCopier(pages).start_load([slots], host, lambda layer: None)() == runs
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"page_size": 32}, "--page-size is 32; with --glm-cache-url it must be 64"),

@@ -19,6 +19,7 @@ class Parts:
     def __init__(self) -> None:
         self.hashed, self.queued = threading.Event(), threading.Event()
         self.done: list[str] = []
+        self.added: dict[str, int] = {}
 
     def record(self, kind: str, keys: Any, pages: Any) -> None:
         assert self.hashed.wait(30)
@@ -30,7 +31,12 @@ class Parts:
     def start_load(self, numbers: Any, pages: Any, landed: Any) -> Any:
         for layer in range(LAYERS):
             landed(layer)
-        return lambda: self.done.append("landed")
+
+        def wait() -> int:
+            self.done.append("landed")
+            return 7  # runs
+
+        return wait
 
     def update_producer(self) -> int:
         return 0
@@ -40,7 +46,7 @@ class Parts:
             self.queued.set()
 
     def add(self, name: str, *, amount: int = 1) -> None:
-        pass
+        self.added[name] = amount
 
 
 def test_no_layer_waits_for_the_audit_and_the_pins_do() -> None:
@@ -55,3 +61,4 @@ def test_no_layer_waits_for_the_audit_and_the_pins_do() -> None:
         loads.quiesce()
         loads.close()
     assert parts.done == ["audited", "landed", "released"]
+    assert parts.added == {"cache_load_pages": 1, "cache_load_runs": 7}
