@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from glm_sglang.cache.page_keys import request_chain
+from glm_sglang.cache.page_keys import request_names
 from glm_sglang.cache.recorder import Recorder
 from glm_sglang.cache.store import PageStore, Ticket
 
@@ -194,8 +194,8 @@ class Arrivals:
 
     def _hash(self, arrival: Arrival) -> list[bytes]:
         began = self._clock()
-        digests = request_chain(arrival.tokens, self._page_tokens, arrival.extra_key, arrival.cache_salt)
+        names = request_names(arrival.tokens, self._page_tokens, arrival.extra_key, arrival.cache_salt)
         self._recorder.observe("cache_hash_seconds", self._clock() - began)
-        arrival.digests = digests
-        arrival.names = [digest.hex() for digest in digests]
+        arrival.digests = digests = [bytes.fromhex(name) for name in names]
+        arrival.names = names  # last: who finds names takes the digests for granted
         return digests

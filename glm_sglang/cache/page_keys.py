@@ -30,10 +30,15 @@ _WIDE = b"\xff"
 _TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
 
 
-def chain(
+def chain(tokens: Sequence[int], page_tokens: int, prior: bytes | None = None) -> list[bytes]:
+    """Digests of the pages of `tokens`, 32 bytes each; see `chain_names`."""
+    return [bytes.fromhex(name) for name in chain_names(tokens, page_tokens, prior)]
+
+
+def chain_names(
     tokens: Sequence[int], page_tokens: int, prior: bytes | None = None, *, yielding: bool = False
-) -> list[bytes]:
-    """Digests of the pages of `tokens`, 32 bytes each; a last page that is not full is hashed as it is.
+) -> list[str]:
+    """Digests of the pages of `tokens` in hexadecimal; a last page that is not full is hashed as it is.
 
     prior     digest of the page before the first, or the name space's seed; None for neither.
     yielding  offer the interpreter to other threads now and then: for a thread beside the scheduler's.
@@ -44,11 +49,10 @@ def chain(
     if ids.size and int(ids.min()) < 0:
         raise ValueError("token ids must not be negative")
     if (of_tree := _hash_of_tree()) is not None:
-        names = of_tree(np.ascontiguousarray(ids), prior.hex() if prior else None, page_tokens)
-        return [bytes.fromhex(name) for name in names]
+        return of_tree(np.ascontiguousarray(ids), prior.hex() if prior else None, page_tokens)
     wide = bool(ids.size) and int(ids.max()) > _U32_MAX
     narrow = ids.astype("<u4").tobytes() if not wide else b""
-    digests: list[bytes] = []
+    names: list[str] = []
     for number, start in enumerate(range(0, len(ids), page_tokens)):
         page = hashlib.sha256(prior or b"")
         if not wide:
@@ -59,10 +63,10 @@ def chain(
             page.update(_WIDE)
             page.update(ids[start : start + page_tokens].astype("<u8").tobytes())
         prior = page.digest()
-        digests.append(prior)
+        names.append(prior.hex())
         if yielding and number % _PAGES_A_TURN == _PAGES_A_TURN - 1:
             time.sleep(0)
-    return digests
+    return names
 
 
 def _hash_of_tree() -> Callable[[Any, str | None, int], list[str]] | None:
@@ -70,15 +74,15 @@ def _hash_of_tree() -> Callable[[Any, str | None, int], list[str]] | None:
     return getattr(sys.modules.get(_TREE), "get_hash_str", None)
 
 
-def request_chain(
+def request_names(
     tokens: Sequence[int], page_tokens: int, extra_key: str | None, cache_salt: str | None
-) -> list[bytes]:
-    """Digests of a prompt's whole pages, from its start, in its name space; for a thread of its own."""
+) -> list[str]:
+    """Digests in hexadecimal of a prompt's whole pages, from its start, in its name space; for a thread of its own."""
     from sglang.srt.mem_cache.utils import storage_namespace_seed
 
     seed = storage_namespace_seed(extra_key, cache_salt or None)
     whole = len(tokens) // page_tokens * page_tokens
-    return chain(tokens[:whole], page_tokens, bytes.fromhex(seed) if seed else None, yielding=True)
+    return chain_names(tokens[:whole], page_tokens, bytes.fromhex(seed) if seed else None, yielding=True)
 
 
 def native_hash(
@@ -92,7 +96,7 @@ def native_hash(
         return original(token_ids, prior_digest, page_size)  # type: ignore[no-any-return]
     raw = token_ids.raw_token_ids() if hasattr(token_ids, "raw_token_ids") else token_ids
     tokens = raw if isinstance(raw, array) else array("q", raw)
-    digests = chain(tokens, page_size or max(1, len(tokens)), prior_digest)
+    names = chain_names(tokens, page_size or max(1, len(tokens)), prior_digest)
     if page_size is not None:
-        return [digest.hex() for digest in digests]
-    return digests[0].hex() if digests else hashlib.sha256(prior_digest or b"").hexdigest()
+        return names
+    return names[0] if names else hashlib.sha256(prior_digest or b"").hexdigest()
