@@ -147,6 +147,7 @@ class SaveQueue:
             self._count("failed", len(keys))
             raise
         first = self._store.resident(keys)  # what was loaded from the pool comes back here
+        lane = object() if len(keys) - first > RESERVE else None
         self._count("resident", first)
         under_way: deque[_Block] = deque()
         ended = first
@@ -155,7 +156,7 @@ class SaveQueue:
             while start < len(keys):
                 part = keys[start : start + step]
                 last = len(part) <= FEWER
-                pages = self._store.reserve(len(part), last=last)
+                pages = self._store.reserve(len(part), last=last, lane=lane)
                 if pages is None:
                     if last:
                         break

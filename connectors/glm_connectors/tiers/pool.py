@@ -1,12 +1,16 @@
 """The CPU pool: slots of one size in (pinned) memory, which of them hold which page, and who keeps them there.
 
 Memory, slots and reference counts are LMCache's: `PinMemoryAllocator` in its paged mode and its `MemoryObj`.
-A slot has one reference of ours while it is resident or held, and those of whoever else has its `MemoryObj` (nobody, in
+A slot has one reference of ours, also while it is free, and those of whoever else has its `MemoryObj` (nobody, in
 this product). It is evicted only when nobody holds it and ours is the only reference, and is free
-again when the last one goes, so a page that is evicted or overwritten by name while someone still reads it stays
-as it is until then. Holds are counted here: a reference of LMCache's for each takes four times as long, and the
-scheduler takes thousands at once. LMCache's `pin()` is not used: its PinMonitor ends a pin after a timeout,
+again when the last hold and the last other reference go, so a page that is evicted or overwritten by name while someone
+still reads it stays as it is until then. Holds are counted here: a reference of LMCache's for each takes four times as
+long, and the scheduler takes thousands at once. LMCache's `pin()` is not used: its PinMonitor ends a pin after a timeout,
 whoever still copies.
+
+A load is one copy for each run of neighbouring slots, so slots are chosen (`places`): who takes several gets neighbours.
+To have a choice in a full pool an eighth of it, the least recently used pages, is spare: which of them is evicted
+first is where it lies, not when it was used. They stay what they are until then, and one that is used is spare no more.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from glm_connectors.tiers.envelope import HEADER_BYTES
 from glm_connectors.tiers.layout import PageLayout
+from glm_connectors.tiers.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +40,19 @@ _ALIGN = 512  # of a slot's bytes; the page starts 128 bytes into it
 class Page:
     """A held slot: valid until it is released, committed or abandoned. Made by the pool.
 
-    One object for all holders. `holds` and `resident` are the pool's, under its lock.
+    One object a slot, for all holders, now and later. What has no docstring is the pool's, under its lock.
     """
 
-    __slots__ = ("_layout", "holds", "memory", "resident", "slot")
+    __slots__ = ("_layout", "holds", "key", "memory", "number", "resident", "slot", "spare")
 
     def __init__(self, memory: Any, slot: memoryview, layout: PageLayout) -> None:
         self.memory, self.slot, self._layout = memory, slot, layout
-        self.holds = 1
+        self.number: int = memory.meta.address  # of the slot
+        self.holds = 0
         self.resident = False
+        self.key = b""  # once it is resident
+        # May be taken: it holds nothing, or a resident page that was not used since it was one of the oldest.
+        self.spare = True
 
     @property
     def view(self) -> memoryview:
@@ -94,15 +104,22 @@ class CpuPool:
         if memory is None:
             _prefer_huge_pages(self._allocator.buffer)
         self._arguments = (shapes, dtypes)
-        self._free = self._allocator.allocator.free_blocks
+        self._blocks = self._allocator.allocator.free_blocks  # slots that are not with us yet, or any more
         whole = memoryview(self._allocator.buffer.numpy())
         self._views = [
             whole[start : start + used] for start in range(0, made * self.slot_bytes, self.slot_bytes)
         ]
         self._lock = threading.Lock()
-        self._resident: OrderedDict[bytes, Page] = OrderedDict()  # least recently used first
+        self._pages: list[Any] = [None] * made  # of the slots that the allocator has given us
+        self._places = Places(made)  # slots of spare pages, and of some that are spare no more
+        # Those that are not spare: least recently used first. Spare ones lie anywhere among them.
+        self._resident: OrderedDict[bytes, Page] = OrderedDict()
+        self._free = self._old = 0  # spare pages that hold nothing, and those that are resident
+        self._idle = 0  # resident pages that nobody holds
+        self._choice = int(made * _CHOICE)
         self._held: dict[Owner, int] = dict.fromkeys(OWNERS, 0)
         self.evicted = 0
+        self._receive(made)
 
     # Looking
 
@@ -118,12 +135,15 @@ class CpuPool:
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Those of `keys` that are not resident, in order; the others become the most recently used."""
         absent: list[bytes] = []
-        found: list[bytes] = []
+        found: list[Page] = []
         with self._lock:
             for key in keys:
-                (found if key in self._resident else absent).append(key)
-            for key in reversed(found):  # the end of a prompt is of no use without its beginning
-                self._resident.move_to_end(key)
+                page = self._resident.get(key)
+                if page is None:
+                    absent.append(key)
+                else:
+                    found.append(page)
+            self._use_all(found)
         return absent
 
     @property
@@ -135,7 +155,7 @@ class CpuPool:
     @property
     def free(self) -> int:
         """Slots that hold nothing."""
-        return len(self._free)
+        return self._free + len(self._blocks)
 
     @property
     def resident(self) -> int:
@@ -148,50 +168,106 @@ class CpuPool:
 
     # Holding
 
-    def take(self, count: int, owner: Owner) -> list[Page] | None:
-        """`count` slots for new pages, evicting the least recently used; None, and nothing evicted, where
-        that many can't be had."""
+    def take(self, count: int, owner: Owner, lane: Hashable = None) -> list[Page] | None:
+        """`count` slots for new pages, neighbours as far as there are, evicting what is in them; None, and nothing
+        evicted, where that many can't be had. lane: names those who take for one prompt (`Places.take`).
+
+        A page that is evicted is one of the least recently used: of those that nobody holds, fewer than `count` and an
+        eighth of the pool have not been used since.
+        """
         if count < 1:
             return []
         with self._lock:
-            victims = self._victims(count - len(self._free))
-            if victims is None:
+            if self._blocks:
+                self._receive(max(count, _RECEIVED))
+            if count > self._free + self._idle or not self._age(count):
                 return None
-            slots = []
-            if fresh := count - len(victims):
-                allocated = self._allocator.batched_allocate(*self._arguments, fresh)
-                assert allocated is not None
-                slots = allocated
-            # A victim's slot is taken as it is, with our reference: to free it and allocate it again costs three times as
-            # much as all the rest.
-            taken = [self._resident.pop(key) for key in victims]
+            taken = self._choose(count, lane)
+            if taken is None:
+                return None
+            evicted = 0
             for page in taken:
-                page.resident = False
-            slots = [*slots, *(page.memory for page in taken)]
-            self.evicted += len(victims)
+                page.holds = 1
+                page.spare = False
+                if page.resident:
+                    page.resident = False
+                    del self._resident[page.key]
+                    evicted += 1
+            self.evicted += evicted
+            self._old -= evicted
+            self._idle -= evicted
+            self._free -= count - evicted
             self._held[owner] += count
-        return [Page(memory, self._views[memory.meta.address], self._layout) for memory in slots]
+        return taken
 
-    def _victims(self, count: int) -> list[bytes] | None:
-        """Keys of the `count` least recently used pages that nobody holds.
+    def _receive(self, most: int) -> None:
+        """Slots that the allocator has free are ours from now on, one reference each: of a pool that grows, or of a page
+        that somebody else had a reference to."""
+        allocated = self._allocator.batched_allocate(*self._arguments, min(most, len(self._blocks)))
+        assert allocated is not None
+        pages = [Page(memory, self._views[memory.meta.address], self._layout) for memory in allocated]
+        for page in pages:
+            self._pages[page.number] = page
+        self._free += len(pages)
+        self._places.offer([page.number for page in pages])
+
+    def _age(self, count: int) -> bool:
+        """Has the least recently used pages that nobody holds be spare, so that there are `count` slots and some more to
+        choose among; whether there are `count`.
 
         Held ones before them are in use and become the most recently used: so a stalled store, whose puts
-        hold many, is not walked past again and again.
+        hold many, is not walked past again and again. Nor are more looked at for the choice than a few times `count`.
         """
-        victims: list[bytes] = []
-        if count <= 0:
-            return victims
-        held: list[bytes] = []
-        for key, page in self._resident.items():
-            if page.holds or page.memory.meta.ref_count > 1:
-                held.append(key)
-                continue
-            victims.append(key)
-            if len(victims) == count:
-                break
-        for key in held:
-            self._resident.move_to_end(key)
-        return victims if len(victims) == count else None
+        resident = self._resident
+        missing = count - self._free - self._old
+        choice = 0 if self._blocks else self._choice  # nothing need be evicted yet
+        aged: list[int] = []
+        looked_at, most = 0, 2 * count + 16
+        while missing > -choice and looked_at < len(resident) and (missing > 0 or looked_at < most):
+            some = list(islice(resident.items(), min(most, missing + choice)))
+            looked_at += len(some)
+            for key, page in some:
+                resident.move_to_end(key)
+                if not page.spare and not page.holds and page.memory.meta.ref_count == 1:
+                    page.spare = True
+                    aged.append(page.number)
+            missing = count - self._free - self._old - len(aged)
+        self._old += len(aged)
+        self._places.offer(aged)
+        return missing <= 0
+
+    def _choose(self, count: int, lane: Hashable) -> list[Page] | None:
+        """Spare pages, whose slots are no longer offered; None, and all offered still, where there are too few."""
+        chosen: list[Page] = []
+        while len(chosen) < count:
+            piece = self._places.take(count - len(chosen), lane)
+            if piece is None:
+                self._places.offer([page.number for page in chosen])
+                return None
+            for page in self._pages[piece.start : piece.stop]:
+                if not page.spare:
+                    continue  # used since; it is offered again when it is old again
+                if page.memory.meta.ref_count == 1:
+                    chosen.append(page)
+                elif page.resident:
+                    self._use(page)
+        return chosen
+
+    def _use_all(self, pages: Sequence[Page]) -> None:
+        """Of a prompt: its end is of no use without its beginning, which becomes the most recently used."""
+        move_to_end = self._resident.move_to_end
+        for page in reversed(pages):
+            if page.spare:
+                self._use(page)
+            else:
+                move_to_end(page.key)
+
+    def _use(self, page: Page) -> None:
+        """A resident page becomes the most recently used."""
+        if page.spare:
+            page.spare = False
+            self._old -= 1
+        self._resident.move_to_end(page.key)
 
     def hold(self, keys: Sequence[bytes], owner: Owner) -> list[Page]:
         """Holds the resident prefix of `keys`, which becomes the most recently used."""
@@ -200,10 +276,11 @@ class CpuPool:
             for page in map(self._resident.get, keys):
                 if page is None:
                     break
+                if not page.holds:
+                    self._idle -= 1
                 page.holds += 1
                 found.append(page)
-            for key in reversed(keys[: len(found)]):
-                self._resident.move_to_end(key)
+            self._use_all(found)
             self._held[owner] += len(found)
         return found
 
@@ -218,9 +295,11 @@ class CpuPool:
                 if page is None:
                     absent.append(key)
                 else:
+                    if not page.holds:
+                        self._idle -= 1
                     page.holds += 1
                     found.append(page)
-                    self._resident.move_to_end(key)
+                    self._use(page)
             self._held[owner] += len(found)
         absent.reverse()
         return found, absent
@@ -238,8 +317,11 @@ class CpuPool:
         with self._lock:
             for page in pages:
                 page.holds -= 1
-                if not page.holds and not page.resident:
-                    unused.append(page.memory)
+                if not page.holds:
+                    if page.resident:
+                        self._idle += 1
+                    else:
+                        unused.append(page)
             self._held[owner] -= len(pages)
             self._free_all(unused)
 
@@ -256,9 +338,12 @@ class CpuPool:
                 page.holds -= 1
                 if key not in self._resident:
                     self._resident[key] = page
+                    page.key = key
                     page.resident = inserted[number] = True
+                    if not page.holds:
+                        self._idle += 1
                 elif not page.holds:
-                    unused.append(page.memory)
+                    unused.append(page)
             self._held[owner] -= len(pages)
             self._free_all(unused)
         return inserted
@@ -274,50 +359,55 @@ class CpuPool:
                 before = self._resident.get(key)
                 if before is None:
                     self._resident[key] = page
+                    page.key = key
                     page.resident = True
                     there.append(page)
                     continue
-                self._resident.move_to_end(key)
+                self._use(before)
+                if not before.holds:
+                    self._idle -= 1
                 before.holds += 1
                 there.append(before)
                 page.holds -= 1
                 if not page.holds:
-                    unused.append(page.memory)
+                    unused.append(page)
             self._free_all(unused)
         return there
 
     def drop(self, keys: Iterable[bytes]) -> int:
         """Makes pages non-resident; slots of those that are held are free when the last holder lets go."""
         dropped = 0
+        unused = []
         with self._lock:
             for key in keys:
-                if key in self._resident:
-                    self._forget(key)
-                    dropped += 1
+                page = self._resident.pop(key, None)
+                if page is None:
+                    continue
+                dropped += 1
+                if page.spare:
+                    page.spare = False
+                    self._old -= 1
+                page.resident = False
+                if not page.holds:
+                    self._idle -= 1
+                    unused.append(page)
+            self._free_all(unused)
         return dropped
 
-    def _forget(self, key: bytes) -> None:
-        page = self._resident.pop(key)
-        page.resident = False
-        if not page.holds:
-            page.memory.ref_count_down()
-
-    def _free_all(self, unused: Sequence[Any]) -> None:
-        """Our reference on these slots ends; together, for LMCache's way for each takes longer than all that we do with
-        one. Where somebody else has a reference, it is the one that frees the slot.
-
-        UPSTREAM: TensorMemoryObj.ref_count_down takes a lock and frees at 0 where nothing is pinned; a count of 1 is
-        ours, so nobody else can change it, and this pool pins nothing.
+    def _free_all(self, unused: Sequence[Page]) -> None:
+        """Slots that hold nothing any more. They stay ours, with our reference, for LMCache's way for each takes longer
+        than all that we do with one. Where somebody else has a reference, ours ends, and the slot comes back from
+        the allocator when theirs does.
         """
-        freed = []
-        for memory in unused:
-            if memory.meta.ref_count == 1:
-                memory.meta.ref_count = 0
-                freed.append(memory)
+        slots = []
+        for page in unused:
+            if page.memory.meta.ref_count == 1:  # ours: nobody else can change it
+                page.spare = True
+                slots.append(page.number)
             else:
-                memory.ref_count_down()
-        if freed:
-            self._allocator.batched_free(freed)
+                page.memory.ref_count_down()
+        self._free += len(slots)
+        self._places.offer(slots)
 
     def clear(self) -> int:
         """Drops every resident page; how many there were."""
@@ -332,9 +422,9 @@ class CpuPool:
         if (finish := getattr(self._allocator, "finish", None)) is not None:
             finish()
         with self._lock:
-            if len(self._free) != self._made:
+            if self.free != self._made:
                 return self._keep(
-                    f"{self._made - len(self._free)} slots are still held ("
+                    f"{self._made - self.free} slots are still held ("
                     + ", ".join(f"{owner} {count}" for owner, count in self._held.items() if count)
                     + ")"
                 )
@@ -343,9 +433,14 @@ class CpuPool:
                     view.release()
             except BufferError as error:
                 return self._keep(str(error))
-            for memory in self._free:
+            self._allocator.batched_free(
+                [page.memory for page in self._pages if page is not None and page.spare]
+            )
+            for memory in self._blocks:
                 memory.invalidate()  # or LMCache takes each for a leak when it is collected
-            self._free.clear()
+            self._blocks.clear()
+            self._pages.clear()
+            self._free = 0
             self._allocator.close()
         return True
 
@@ -375,6 +470,9 @@ def _prefer_huge_pages(buffer: Any) -> None:
             return
 
 
+# Of the pool: among so many slots more than are needed, free or of the least recently used pages, it is chosen which.
+_CHOICE = 1 / 8
+_RECEIVED = 512  # slots at once: each takes a microsecond
 _HUGE = 2 << 20
 _KEPT: list[Any] = []  # allocators of pools that were closed with slots in use
 

@@ -40,8 +40,9 @@ class _Fetch:
     its beginning's slots.
     """
 
-    def __init__(self, keys: list[bytes]) -> None:
-        self.keys = keys
+    def __init__(self, keys: list[bytes], lane: int | None) -> None:
+        """lane: of the prompt, whose pages come next to each other; None where they come with one get."""
+        self.keys, self.lane = keys, lane
         self.tickets: set[Ticket] = set()
         self.task: asyncio.Task[dict[bytes, str]] | None = None
         self.held: list[Page] = []
@@ -283,9 +284,10 @@ class Prefetcher:
                 new.setdefault(self._valkey.shards.place(key), []).append(key)
             else:
                 fetches.add(shared)
+        lane = ticket.number if len(ticket.missing) > self._group else None
         for node, theirs in new.items():
             for start in range(0, len(theirs), self._group):
-                fetch = _Fetch(theirs[start : start + self._group])
+                fetch = _Fetch(theirs[start : start + self._group], lane)
                 self._under_way |= dict.fromkeys(fetch.keys, fetch)
                 fetch.task = self._loop.create_task(self._submit(node, fetch))
                 fetch.task.add_done_callback(partial(self._landed, fetch))
@@ -338,7 +340,7 @@ class Prefetcher:
         keys = fetch.keys
         with self._lock:
             left = fetch.left
-            pages = None if left else self._pool.take(len(keys), "get")
+            pages = None if left else self._pool.take(len(keys), "get", fetch.lane)
         if pages is None:
             return ["cancelled" if left else "full"] * len(keys)
         kept = [False] * len(keys)

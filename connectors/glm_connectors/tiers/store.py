@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -158,13 +158,14 @@ class TieredStore:
 
     # Saves
 
-    def reserve(self, count: int, *, last: bool = True) -> list[Page] | None:
-        """`count` slots to be filled for a save, evicting what is least recently used; None where the pool
+    def reserve(self, count: int, *, last: bool = True, lane: Hashable = None) -> list[Page] | None:
+        """`count` slots to be filled for a save, evicting what is among the least recently used; None where the pool
         has not that many to give. All or nothing. Followed by `commit` or `abandon`.
 
-        last: a refusal is counted; no smaller block is asked for instead.
+        last: a refusal is counted; no smaller block is asked for instead. lane: names a save that reserves piece by
+        piece, so that all of its pages lie next to each other.
         """
-        pages = self._pool.take(count, "save")
+        pages = self._pool.take(count, "save", lane)
         if pages is None and last:
             self.metrics.add("cache_refused_reservations")
         return pages

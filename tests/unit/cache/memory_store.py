@@ -100,7 +100,7 @@ class MemoryStore:
                 assert page.pins > 0, "released twice"
                 page.pins -= 1
 
-    def reserve(self, count: int, *, last: bool = True) -> list[Page] | None:
+    def reserve(self, count: int, *, last: bool = True, lane: object = None) -> list[Page] | None:
         with self.lock:
             if self.refuse_after is not None:
                 if self.refuse_after == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore
+from glm_connectors.tiers import pool as pool_module
 from glm_connectors.tiers.pool import CpuPool
 from glm_connectors.valkey_store import EmbeddedServer
 
@@ -65,3 +67,24 @@ def test_a_pool_is_usable_before_it_is_pinned_and_leaves_nothing_behind() -> Non
     pool.release(held, "load")
     assert pool.close()
     assert pinner.pinned == {}
+
+
+def test_a_pool_that_grows_evicts_nothing_as_long_as_more_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many slots it takes over at once."""
+    monkeypatch.setattr(pool_module, "_RECEIVED", 1)
+    pinner = HandPinner(allowed=1)
+    memory = PinnedMemory(pinner, piece_bytes=12288)
+    pool = CpuPool(PageLayout(64, (("kv", 1400),)), SLOTS * 1536, memory)
+    pinner.may.release(2)
+    memory._made[0]._thread.join(10)
+    assert pool.free == SLOTS
+    taken: list[int] = []
+    for number in range(SLOTS // 2):
+        pages = pool.take(2, "save")
+        assert pages is not None
+        taken += [page.address for page in pages]
+        pool.insert(pages, keys(2 * number, 2), "save")
+        assert (pool.free, pool.evicted) == (SLOTS - 2 * number - 2, 0)
+    assert len(set(taken)) == SLOTS
+    assert len(pool.take(2, "save") or []) == 2
+    assert pool.evicted == 2
