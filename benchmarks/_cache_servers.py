@@ -74,26 +74,30 @@ def arm_flags(url: str) -> dict[str, list[str]]:
 def start(
     flags: Mapping[str, Sequence[str]], model: Path, out: Path, limit_s: float
 ) -> tuple[list[Arm], dict[str, str]]:
-    """Starts an arm for each entry, side by side; (those that are up, why the others are not)."""
+    """Starts an arm for each entry, side by side; (those that are up, why the others are not).
+
+    limit_s: seconds from its own start in which each must be up.
+    """
     starting = []
     for name, own in flags.items():
         env = {
             "GLM_SGLANG_CACHE_POOL_GB": str(POOL_GB)
         }  # the linker of `sync` reads it; no flag sets it there
         server = Server(
-            model, [*gpu_idle.common(""), *FLAGS, *own], name=name, log=out / f"{name}.log", env=env
+            model,
+            [*gpu_idle.common(""), *FLAGS, *own],
+            name=name,
+            log=out / f"{name}.log",
+            env=env,
+            ready_timeout_s=limit_s,
         )
         server.start()
         starting.append(Arm(name, server))
         time.sleep(2.0)
     up: list[Arm] = []
     failed: dict[str, str] = {}
-    ends = time.monotonic() + limit_s
     for arm in starting:
-        if arm.name == "sync" and len(up) == 2:  # for contrast only: the others do not wait for it
-            ends = min(ends, time.monotonic() + 10.0)
         try:
-            arm.server.ready_timeout_s = max(1.0, ends - time.monotonic())
             arm.server.wait_ready()
             up.append(arm)
         except ServerError as error:

@@ -35,7 +35,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", default="embedded://", help="of the arm with our cache (--glm-cache-url)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=240.0, help="time box once the servers are up")
-    parser.add_argument("--start-seconds", type=float, default=240.0, help="longest wait for the servers")
+    parser.add_argument(
+        "--start-seconds", type=float, default=240.0, help="longest wait for a server, from its start"
+    )
     parser.add_argument(
         "--hold", type=float, default=0.0, help="seconds from the start in which others use the GPU"
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks import _async_save_judge, _cache_servers
 from benchmarks._idle_steps import Arm
+from glm_sglang.serving import ServerError
 
 EXPOSITION = """# TYPE glm_sglang:scheduler_stall_seconds histogram
 glm_sglang:scheduler_stall_seconds_bucket{le="0.0003",rank="0"} 97.0
@@ -140,3 +144,54 @@ def test_each_target_is_met_missed_or_not_measured() -> None:
 
 def test_of_nothing_nothing_is_missed() -> None:
     assert _async_save_judge.missed(_async_save_judge.targets({})) == []
+
+
+class Starting:
+    """A server that is up `needs` seconds after its start, by the clock that a wait moves; or never, where it waits for
+    as long as it may: from its start, as `serving.Process.wait_ready` counts."""
+
+    now = 0.0
+    needs: dict[str, float]
+
+    def __init__(
+        self, _: Path, __: Sequence[str], *, name: str, log: Path, ready_timeout_s: float, **___: Any
+    ):
+        self.name, self.log, self.ready_timeout_s = name, log, ready_timeout_s
+        self.began = float("nan")
+
+    def start(self) -> None:
+        self.began = Starting.now
+
+    def wait_ready(self) -> None:
+        needed, allowed = (self.began + s for s in (self.needs[self.name], self.ready_timeout_s))
+        Starting.now = max(Starting.now, min(needed, allowed))
+        if needed > allowed:
+            raise ServerError(f"{self.name} did not answer", self.log, None)
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("needs", "up"),
+    [
+        ({"off": 57, "ours": 62, "sync": 88}, ["off", "ours", "sync"]),
+        ({"off": 1e9, "ours": 62, "sync": 62}, ["ours", "sync"]),
+        ({"off": 57, "ours": 91, "sync": 1e9}, ["off"]),
+    ],
+)
+def test_each_server_has_its_whole_time_to_start(
+    needs: dict[str, float], up: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the one before took, and whether it came up or not."""
+
+    def sleep(seconds: float) -> None:
+        Starting.now += seconds
+
+    monkeypatch.setattr(Starting, "now", 0.0)
+    monkeypatch.setattr(Starting, "needs", needs, raising=False)
+    monkeypatch.setattr(_cache_servers, "Server", Starting)
+    monkeypatch.setattr(_cache_servers, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: Starting.now))
+    arms, failed = _cache_servers.start(dict.fromkeys(needs, ()), tmp_path, tmp_path, 90.0)
+    assert [arm.name for arm in arms] == up
+    assert sorted([*up, *failed]) == sorted(needs)
