@@ -1,6 +1,7 @@
 """What a newcomer gets: `make demo` or `make test` in a fresh clone and an empty environment, timed.
 
     python -m benchmarks.newcomer demo --save --json      # `make demo`, twice: set-up and all, then set up
+    python -m benchmarks.newcomer restarts --save --json  # `make demo` with DEMO_RESTART=valkey, then =prefill
     python -m benchmarks.newcomer test --save --json      # `make test`, set up before by `make lint`
 
 The clone is of HEAD, in a new folder; its only variables are PATH and HOME, which is new as well.
@@ -27,14 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
 _SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error)\b.*) =+$")
 
 
-def make(target: str, clone: Path, home: Path) -> dict[str, Any]:
+def make(target: str, clone: Path, home: Path, **environment: str) -> dict[str, Any]:
     """Runs a target there: its exit status, seconds, and pytest's last lines; its output goes to standard error."""
     began = time.monotonic()
     summaries = []
     with subprocess.Popen(
         ["make", target],
         cwd=clone,
-        env={"PATH": os.environ["PATH"], "HOME": str(home)},
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,8 +56,8 @@ def python(clone: Path) -> str:
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
-def measure(kind: str, folder: Path) -> dict[str, Any]:
-    """Clones HEAD into `folder` and runs what `kind` names."""
+def measure(kind: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Clones HEAD into `folder` and runs what `kind` names. Returns what `main` saves, by `kind` or by what restarts."""
     clone, home = folder / "clone", folder / "home"
     home.mkdir(parents=True)
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
@@ -64,9 +65,19 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
     commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
     if kind == "test":
         runs = [make("lint", clone, home), make("test", clone, home)]  # the first sets up
-        return {"commit": commit, "python": python(clone), "runs": runs, "seconds": runs[-1]["seconds"]}
-    runs = [make("demo", clone, home) for _ in range(2)]
+        found = {"commit": commit, "python": python(clone), "runs": runs, "seconds": runs[-1]["seconds"]}
+        return {kind: found}
+    asked: dict[str, list[dict[str, str]]] = {kind: [{}, {}]}
+    if kind == "restarts":
+        asked = {what: [{"DEMO_RESTART": what}] for what in ("valkey", "prefill")}
+    return {name: _demos(clone, home, commit, environments) for name, environments in asked.items()}
+
+
+def _demos(clone: Path, home: Path, commit: str, environments: list[dict[str, str]]) -> dict[str, Any]:
+    """`make demo` in each of these environments, and what the last has reported."""
     report = clone / "demo-report.json"
+    report.unlink(missing_ok=True)
+    runs = [make("demo", clone, home, **environment) | environment for environment in environments]
     said = orjson.loads(report.read_bytes()) if report.exists() else {}
     return {"commit": commit, "python": python(clone), "runs": runs, **said}
 
@@ -78,7 +89,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kind", choices=("demo", "test"))
+    parser.add_argument("kind", choices=("demo", "restarts", "test"))
     parser.add_argument(
         "--folder", type=Path, help="an empty folder for the clone, kept (one that goes again)"
     )
@@ -86,13 +97,18 @@ def main() -> int:
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="newcomer-"))
     try:
-        result = measure(args.kind, folder)
+        results = measure(args.kind, folder)
     finally:
         if args.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    question = "demo" if args.kind == "demo" else "make_test"
-    _result.finish(question, result, args, module="benchmarks.newcomer", device="cpu")
-    return int(any(run["status"] for run in result["runs"]))
+    for name, result in results.items():
+        if args.kind == "restarts":
+            restarted = "demo_restart_valkey" if name == "valkey" else "demo_restart_prefill"
+            _result.finish(restarted, result, args, module="benchmarks.newcomer", device="cpu")
+            continue
+        question = "demo" if args.kind == "demo" else "make_test"
+        _result.finish(question, result, args, module="benchmarks.newcomer", device="cpu")
+    return int(any(run["status"] for result in results.values() for run in result["runs"]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import orjson
+import psutil
 from glm_connectors.valkey_store import EmbeddedServer
 from rich.console import Console
 from rich.live import Live
@@ -27,7 +28,7 @@ from rich.text import Text
 
 from glm_sglang import settings
 from glm_sglang.cluster import Cluster
-from glm_sglang.serving import ServerError, group_members
+from glm_sglang.serving import ServerError
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / ".demo"
@@ -43,7 +44,8 @@ SERVER_ARGS = (
     *("--enable-cache-report", "--skip-server-warmup"),
 )
 
-#: What the prefill node has besides: a CPU pool, and a Valkey that outlives it.
+#: What the prefill node has besides: a CPU pool, and Valkey by `embedded://`, which ends with the server that started it:
+#: where one of the two is restarted, the demo itself starts a Valkey that outlives prefill.
 CACHE_ARGS = ("--glm-cache-pool-gb", "0.5", "--glm-cache-wait", "2000")
 #: What may be restarted between the turns, and prefill's arguments for it: a device that has room for one prompt.
 RESTARTS = {"": (), "valkey": ("--max-total-tokens", "3072"), "prefill": ()}
@@ -77,10 +79,8 @@ class MemoryWatch(threading.Thread):
     Not more often: a sample takes the kernel a good part of a second, on the cores that the servers need.
     """
 
-    def __init__(self, cluster: Cluster, valkey: EmbeddedServer) -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.cluster = cluster
-        self.valkey = valkey
         self.peak_bytes = 0
         self.done = threading.Event()
 
@@ -90,10 +90,7 @@ class MemoryWatch(threading.Thread):
 
     def sample(self) -> None:
         """Takes one sample."""
-        pids = [os.getpid(), self.valkey.pid]
-        for process in self.cluster.processes:
-            with contextlib.suppress(RuntimeError):  # not started yet, or stopped meanwhile
-                pids += group_members(process.pid)
+        pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
         self.peak_bytes = max(self.peak_bytes, sum(map(_pss, pids)))
 
 
@@ -161,7 +158,7 @@ def loaded(cluster: Cluster) -> tuple[int, int]:
     return PAGE * counted(cluster, "cache_load_pages_total"), PAGE * hits
 
 
-def restart(what: str, cluster: Cluster, valkey: EmbeddedServer, client: httpx.Client, first: Turn) -> None:
+def restart(cluster: Cluster, valkey: EmbeddedServer, what: str, client: httpx.Client, first: Turn) -> None:
     """Ends the Valkey server, or prefill, and starts it again at the same address, with nothing in memory."""
     began = time.monotonic()
     if what == "valkey":
@@ -172,7 +169,7 @@ def restart(what: str, cluster: Cluster, valkey: EmbeddedServer, client: httpx.C
         console.print("\nanother prompt has pushed turn 1 out of the device", style="bold")
         valkey.stop()
         valkey.start()
-    elif what == "prefill":
+    else:
         while counted(cluster, "cache_saved_pages_total") < first.prompt_tokens // PAGE:
             if time.monotonic() - began > 30:
                 raise RuntimeError("turn 1 has not come to Valkey in 30 s")
@@ -181,8 +178,6 @@ def restart(what: str, cluster: Cluster, valkey: EmbeddedServer, client: httpx.C
         cluster.prefills[0].start()
         cluster.prefills[0].wait_ready()
         cluster.router.wait_ready()
-    else:
-        return
     console.print(f"\n{what} was restarted in {time.monotonic() - began:.0f} s", style="bold")
 
 
@@ -314,10 +309,11 @@ def main() -> int:
         console.print(f"[red]DEMO_RESTART is {to_restart!r}, allowed: {', '.join(filter(None, RESTARTS))}")
         return 2
     model = checkpoint()
-    valkey = EmbeddedServer()
-    prefill_args = (*SERVER_ARGS, "--glm-cache-url", valkey.url, *CACHE_ARGS, *RESTARTS[to_restart])
+    valkey = EmbeddedServer() if to_restart else None
+    url = valkey.url if valkey else "embedded://"
+    prefill_args = (*SERVER_ARGS, "--glm-cache-url", url, *CACHE_ARGS, *RESTARTS[to_restart])
     cluster = Cluster(model, prefill_args=prefill_args, decode_args=SERVER_ARGS, logs=WORK / "logs")
-    watch = MemoryWatch(cluster, valkey)
+    watch = MemoryWatch()
     try:
         watch.start()
         start(cluster)
@@ -325,7 +321,8 @@ def main() -> int:
         with httpx.Client(base_url=cluster.url, timeout=120, trust_env=False) as client:
             ready = time.monotonic()
             turns = [ask(client, 1, messages, cluster)]
-            restart(to_restart, cluster, valkey, client, turns[0])
+            if valkey:
+                restart(cluster, valkey, to_restart, client, turns[0])
             messages.append({"role": "user", "content": QUESTIONS[1]})
             turns.append(ask(client, 2, messages, cluster))
         watch.sample()
@@ -348,7 +345,8 @@ def main() -> int:
         ignore_signals()
         watch.done.set()
         cluster.stop()
-        valkey.stop()
+        if valkey:
+            valkey.stop()
     return 0
 
 

@@ -46,5 +46,11 @@ QUESTIONS: dict[str, Question] = {
     "ab_statistics": Question("a server against itself: how often a verdict is wrong"),
     "ab_coverage": Question("how often an interval of a few rounds holds the truth"),
     "demo": Question("what a newcomer gets from `make demo`, and how soon"),
+    "demo_restart_valkey": Question(
+        "`make demo` whose Valkey restarts between the turns: hits from the CPU pool", (3,)
+    ),
+    "demo_restart_prefill": Question(
+        "`make demo` whose prefill restarts between the turns: hits from Valkey", (3,)
+    ),
     "make_test": Question("`make test` in a fresh clone"),
 }
