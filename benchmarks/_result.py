@@ -1,13 +1,17 @@
-"""How every benchmark ends: the result with its command, machine, versions and date, printed last, saved on request."""
+"""How every benchmark ends: the result with its command, commit, machine, versions and date, printed last, saved on
+request.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +19,9 @@ from typing import Any, Literal
 
 import orjson
 
-from glm_sglang import platform_choice
+from glm_sglang import platform_choice, settings
 
+ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 _VERSIONED = (
     "glm-sglang",
@@ -74,8 +79,34 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
+@functools.cache
+def commit() -> str:
+    """The commit that this process began with, short; `+dirty` where the tree differs from it, results apart. What
+    GLM_SGLANG_COMMIT says where the tree is no checkout, else `unknown`.
+    """
+    if Path(_git("rev-parse", "--show-toplevel") or "/").resolve() == ROOT.resolve():
+        changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        if head := _git("rev-parse", "--short", "HEAD"):
+            return f"{head}+dirty" if changed else head
+    return settings.read(settings.COMMIT)
+
+
+def _git(*words: str) -> str:
+    """What git says of this tree; empty where it says nothing, or there is none."""
+    try:
+        return subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(ROOT), *words],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json` and `--save`, which every benchmark has."""
+    """Adds `--json` and `--save`, which every benchmark has. Keeps the commit: the tree may change while it runs."""
+    commit()
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/MACHINE/QUESTION.json")
 
@@ -87,14 +118,16 @@ def finish(
     module: str = "",
     device: Device = None,
 ) -> dict[str, Any]:
-    """Adds what makes a figure a figure (command, machine, versions, date); prints and saves as `args` say.
+    """Adds what makes a figure a figure (command, commit, machine, versions, date); prints and saves as `args` say.
 
-    `module` is what was run, where it is not called as the question is; `device`: see `machine`.
+    `module` is what was run, where it is not called as the question is; `device`: see `machine`. A result that names the
+    commit itself has measured another tree than this one.
     """
     short, about = machine(device)
     module = module or f"benchmarks.{question}"
     full = {
         "question": question,
+        "commit": commit(),
         **result,
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "machine": about,

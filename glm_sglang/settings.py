@@ -111,6 +111,11 @@ VERIFY_GRAPHS = Variable(
     allowed=("0", "1"),
 )
 VENV = Variable(name="GLM_SGLANG_VENV", meaning="where `make` keeps its virtual environment", default=".venv")
+COMMIT = Variable(
+    name="GLM_SGLANG_COMMIT",
+    meaning="what benchmarks name as their commit where the tree is an archive, no checkout",
+    default="unknown",
+)
 LAUNCHER = Variable(
     name="GLM_SGLANG_LAUNCHER",
     meaning="process id and run folder of the glm_sglang.launch_server that this process belongs to",
@@ -133,6 +138,7 @@ VARIABLES: tuple[Variable, ...] = (
     CACHE_TTL_S,
     CACHE_AUDIT,
     VENV,
+    COMMIT,
     LAUNCHER,
 )
 

@@ -68,7 +68,7 @@ def join(stages: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     newest = max(whole, key=lambda result: str(result["date"]))
     return joined | {
         "command": "; ".join(str(result["command"]) for result in whole),
-        **{key: newest[key] for key in ("machine", "versions", "date")},
+        **{key: newest[key] for key in ("commit", "machine", "versions", "date") if key in newest},
     }
 
 

@@ -131,7 +131,7 @@ def fanin(result: dict[str, Any]) -> Section:
     return Section("The handoff: one decode, several prefill servers", result["answer"], blocks)
 
 
-_SHARED = {"question", "kind", "command", "machine", "versions", "date", "not_measured"}
+_SHARED = {"question", "kind", "command", "commit", "machine", "versions", "date", "not_measured"}
 
 
 def anything(result: dict[str, Any]) -> Section:

@@ -54,7 +54,7 @@ def kind(result: dict[str, Any]) -> str:
 
 
 def section(result: dict[str, Any]) -> Section:
-    """The result's section, with its command, machine, versions and raw data at the end."""
+    """The result's section, with its command, commit, machine, versions and raw data at the end."""
     found = _SECTIONS.get(kind(result), others.anything)(result)
     found.anchor = re.sub(r"[^a-z0-9]+", "-", f"{result['question']}-{result['date']}".lower()).strip("-")
     found.blocks.append(Code(result["command"]))
@@ -62,7 +62,8 @@ def section(result: dict[str, Any]) -> Section:
         f"{key.replace('_', ' ')} {number(value)}" for key, value in result["machine"].items()
     )
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    found.blocks.append(Facts([("machine", machine), ("versions", versions), ("measured", result["date"])]))
+    measured = " at ".join(filter(None, (result["date"], result.get("commit"))))
+    found.blocks.append(Facts([("machine", machine), ("versions", versions), ("measured", measured)]))
     raw = orjson.dumps(result, option=orjson.OPT_INDENT_2).decode()
     if len(raw) <= _MOST_RAW:
         found.blocks.append(Code(raw, title="the raw result"))

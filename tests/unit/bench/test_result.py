@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,78 @@ def test_a_result_is_saved_where_it_was_measured(
     (saved,) = tmp_path.rglob("*.json")
     assert saved.parent.name == (device or "h200x8")
     assert orjson.loads(saved.read_bytes())["machine"].get("gpus") == (None if device else 8)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where `benchmarks` lies, empty; of no repository that is around it."""
+    monkeypatch.setattr(_result, "ROOT", tmp_path)
+    monkeypatch.setattr(_result, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("GLM_SGLANG_COMMIT", raising=False)
+    _result.commit.cache_clear()
+    yield tmp_path
+    _result.commit.cache_clear()
+
+
+def git(folder: Path, *words: str) -> str:
+    user = ("-c", "user.name=a", "-c", "user.email=a@b")
+    command = ["git", "-C", str(folder), *user, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def committed(folder: Path) -> str:
+    git(folder, "init", "--quiet")
+    (folder / "code.py").write_text("1")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "why")
+    return git(folder, "rev-parse", "--short", "HEAD")
+
+
+def finished(**result: Any) -> str:
+    parser = argparse.ArgumentParser()
+    _result.add_arguments(parser)
+    return str(_result.finish("q", result, parser.parse_args(["--save"]), device="cpu")["commit"])
+
+
+def test_a_result_names_its_commit(tree: Path) -> None:
+    """Of the start: what is committed while a benchmark runs was not measured. Results are no change of the tree."""
+    first = committed(tree)
+    (tree / ".gitignore").write_text("*.log")
+    git(tree, "add", ".")
+    git(tree, "commit", "--quiet", "-m", "more")
+    (tree / "a.log").write_text("1")
+    assert (second := finished()) == git(tree, "rev-parse", "--short", "HEAD") != first
+    assert list(tree.rglob("q.json"))
+    _result.commit.cache_clear()
+    assert finished() == second
+    (tree / "code.py").write_text("2")
+    git(tree, "commit", "--quiet", "-am", "while it runs")
+    assert finished() == second
+    assert finished(commit="cloned") == "cloned"
+
+
+@pytest.mark.parametrize("name", ["code.py", "new.py"])
+def test_a_tree_that_differs_is_dirty(name: str, tree: Path) -> None:
+    head = committed(tree)
+    (tree / name).write_text("other")
+    assert finished() == f"{head}+dirty"
+
+
+def test_an_archive_has_its_commit_from_a_variable(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one unpacked within another repository, and one without git."""
+    assert finished() == "unknown"
+    monkeypatch.setenv("GLM_SGLANG_COMMIT", "abc1234")
+    _result.commit.cache_clear()
+    assert finished() == "abc1234"
+    committed(tree)
+    monkeypatch.setattr(_result, "ROOT", tree / "benchmarks")
+    _result.commit.cache_clear()
+    assert finished() == "abc1234"
+    monkeypatch.setattr(_result, "ROOT", tree)
+    monkeypatch.setenv("PATH", str(tree))
+    _result.commit.cache_clear()
+    assert finished() == "abc1234"
 
 
 def endpoint(device: str = "", command: str = "") -> Endpoint:
