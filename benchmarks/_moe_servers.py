@@ -236,7 +236,7 @@ def arms_of(part: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     common, capped, ranks = flags_of(args), {CAP: str(setting.cap)}, str(args.ranks)
     ours = [*common, "--glm-moe", "megamoe"]
     arms: dict[str, dict[str, Any]] = {
-        "stock": {"flags": [*common, "--glm-moe", "stock", "--ep-size", ranks]}
+        "stock": {"flags": [*common, "--glm-moe", "stock", "--ep-size", ranks, *runner(args)]}
     }
     if part == "agreement":
         arms["megamoe"] = {"flags": ours, "env": capped}
@@ -277,9 +277,16 @@ def node_arms(part: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             own += ["--glm-prefill-graph-buckets", ",".join(map(str, node_buckets(args)))]
         if "cache" in on:
             own += ["--glm-cache-pool-gb", str(setting.pool_gb)]
+        if "megamoe" not in on:
+            own += runner(args)
         capped = "megamoe" in on and (part == "same" or args.reference)
         arms[name] = {"flags": [*common, *own], "env": {CAP: str(setting.cap)} if capped else {}}
     return arms
+
+
+def runner(args: argparse.Namespace) -> list[str]:
+    """Which kernels compute the experts where MegaMoE does not."""
+    return ["--moe-runner-backend", args.moe_runner] if args.moe_runner else []
 
 
 def switches(on: Collection[str]) -> list[str]:

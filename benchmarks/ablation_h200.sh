@@ -17,6 +17,9 @@
 # The model at its own depth on one GPU: GPUS=1 LAYERS=78 EXPERTS=8 WEIGHTS=dummy ARMS=all LONG=24576 LONGS=1 QUEUE=16
 # STOCK_PATH=folder that stock's prefill finds first (its sgl-deep-gemm)  OWN_FLAGS  GRAPHS=auto|strict  PYTHON=python3
 # STOCK_FLAGS=instead of what stock's prefill gets besides: of PREFILL=2 the parallel flags, else SGLang's prefill graphs
+# MOE_RUNNER=SGLang's runner of experts where MegaMoE is off, of stock's too: on one GPU deep_gemm (a step of 2,048 rows of 78
+# layers takes stock 200 ms with it, 247 with the one that SGLang chooses: results/h200/gpu_idle_78_layers*.json), on two as SGLang
+# chooses: compare both there first
 # STACK_ENV=file: sourced first, where the Python packages are not installed but unpacked somewhere.
 #
 # $OUT gets ablation.json, or ablation.json.partial where it was interrupted; ablation.jsonl, the rounds, from which the next run
@@ -73,11 +76,12 @@ if [ -z "$reference" ]; then
   own="--glm-cache-pool-gb $pool --glm-prefill-graph-buckets 512,$step"
   # The same buckets as ours has. Under prefill CP with EP stock has no graphs.
   stock="--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 512 $step"
+  runner=$([ "$GPUS" -ne 1 ] || echo deep_gemm); runner=(--moe-runner "${MOE_RUNNER-$runner}")
 else
   platform=cpu; step=512; long=1024; turn=384; sessions=6; queue=2; longs=2; held=1280
   model=$scratch/models/tiny
   common="--dtype float32 --enable-cache-report --skip-server-warmup --sleep-on-idle"
-  flags="$common --max-total-tokens $held"; decode="$common"; own="--glm-cache-pool-gb 1"; stock=
+  flags="$common --max-total-tokens $held"; decode="$common"; own="--glm-cache-pool-gb 1"; stock=; runner=()
 fi
 read -ra named <<< "${ARMS:-}"
 arms=(--graphs "${GRAPHS:-auto}")
@@ -124,7 +128,7 @@ fit() { # before any server starts; a pair's are tested by their sizes
 
 ablation() {
   # After --seconds the round that has begun is asked of every arm, then all of them end.
-  limited "$(left 20)" "$python" -m benchmarks.ablation --model "$model" --platform $platform "${layout[@]}" "${arms[@]}" \
+  limited "$(left 20)" "$python" -m benchmarks.ablation --model "$model" --platform $platform "${layout[@]}" "${arms[@]}" "${runner[@]}" \
     "--flags=$flags" "--own-flags=$own ${OWN_FLAGS:-}" "--stock-flags=${STOCK_FLAGS:-$stock}" \
     --start together --between running --start-seconds "$(left 130)" --seconds "$(left 85)" --rounds "${ROUNDS:-6}" \
     --bytes-per-token 1 --answer-tokens 2 \

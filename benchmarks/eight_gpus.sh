@@ -14,6 +14,7 @@
 # status 1 then, 2 for a machine or a name that cannot be.
 #
 # GPUS=8|4|2  LAYERS=8  PYTHON=python3  SCRATCH=/tmp/eight_gpus (models, logs)  OUT=folder  SPEED_SECONDS=260 (of b)
+# MOE_RUNNER=SGLang's runner of experts where MegaMoE is off (deep_gemm: see ablation_h200.sh), else as SGLang chooses
 # STACK_ENV=file: sourced first, where the Python packages are not installed but unpacked somewhere.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd) && cd "$root" || exit 2
@@ -46,6 +47,7 @@ scratch=${SCRATCH:-/tmp/eight_gpus}
 found=$scratch/results
 kept=benchmarks/results/${MACHINE:-h200x$GPUS}
 model=(--ranks "$GPUS" --layers "${LAYERS:-8}" --experts $((32 * GPUS)) --checkpoints "$scratch/models")
+runner=(); [ -z "${MOE_RUNNER:-}" ] || runner=(--moe-runner "$MOE_RUNNER")
 failed=()
 
 me=eight_gpus
@@ -81,7 +83,7 @@ P
 
 server() { # server NAME SECONDS FLAGS…: benchmarks.moe_server, which ends itself before the limit does
   local name=$1 seconds=$2; shift 2
-  measure "$name" "$seconds" "$python" -m benchmarks.moe_server "${model[@]}" --deadline $((seconds - 30)) \
+  measure "$name" "$seconds" "$python" -m benchmarks.moe_server "${model[@]}" --deadline $((seconds - 30)) "${runner[@]}" \
     --logs "$scratch/logs" --out "$found/$name.partial.json" --json "$@"
 }
 

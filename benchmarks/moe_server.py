@@ -313,6 +313,11 @@ def parser() -> argparse.ArgumentParser:
         help="only these beside stock, comma-separated (default: all of a part)",
     )
     build.add_argument(
+        "--moe-runner",
+        default="",
+        help="--moe-runner-backend of servers without MegaMoE (default: SGLang's choice)",
+    )
+    build.add_argument(
         "--speed-seconds", type=float, default=70.0, help="kept for timing (default %(default)s)"
     )
     build.add_argument(

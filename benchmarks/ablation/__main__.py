@@ -87,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--own-flags", default="", help="besides, of every arm but stock: --glm-cache-pool-gb 64, …"
     )
+    p.add_argument(
+        "--moe-runner", default="", help="--moe-runner-backend where MegaMoE is off, of stock SGLang too"
+    )
     p.add_argument("--prefill-devices", help="CUDA_VISIBLE_DEVICES of prefill")
     p.add_argument("--decode-devices", help="CUDA_VISIBLE_DEVICES of decode")
     p.add_argument(
@@ -181,6 +184,7 @@ def setup(args: argparse.Namespace) -> Setup:
         values={"cache": args.cache_url},
         graphs=args.graphs,
         share_decode=args.share_decode,
+        moe_runner=args.moe_runner,
         **{name: {"CUDA_VISIBLE_DEVICES": value} if value else {} for name, value in devices.items()},
     )
 

@@ -100,7 +100,8 @@ class Setup:
     flags, decode_flags: of prefill (or the single server) and of decode. stock_flags: what stock SGLang gets
     besides, its best ones; own_flags: what every arm but stock gets. env, decode_env: variables, devices among
     them; stock_env: of stock's prefill besides. values: of {cache} and the like. graphs: how they are asked for.
-    share_decode: one decode for all arms, not one for each.
+    share_decode: one decode for all arms, not one for each. moe_runner: SGLang's runner of experts where MegaMoE
+    is off, of stock's too; "": as SGLang chooses.
     """
 
     model: str
@@ -116,6 +117,7 @@ class Setup:
     values: Mapping[str, str] = field(default_factory=dict)
     graphs: Literal["auto", "strict"] = "auto"
     share_decode: bool = False
+    moe_runner: str = ""
 
     def prefill_gpus(self) -> int:
         """The GPUs of one prefill server: what the last --tp of its flags says."""
@@ -203,6 +205,8 @@ def _spec(name: str, setup: Setup, on: tuple[Change, ...], flags: frozenset[str]
         chosen = change.on if change in on else change.off
         # A build without the flag is as if it were off.
         words += [word for word in chosen if not chosen or chosen[0] in flags]
+    if not any(change.name == "megamoe" for change in on):
+        words += _runner(setup)
     text = shlex.join(setup.graphs if word == "auto" else word for word in words)
     for key, value in setup.values.items():
         text = text.replace(f"'{{{key}}}'", value).replace(f"{{{key}}}", value)
@@ -218,9 +222,14 @@ def _stock(setup: Setup) -> Spec:
     if on_cpu:
         setup = replace(setup, env={"OMP_WAIT_POLICY": "passive", **setup.env})
     setup = replace(setup, env={**setup.env, **setup.stock_env})
+    flags = shlex.join(_runner(setup))
     return _processes(
-        STOCK, setup, "sglang.launch_server", f"{device}{setup.flags} {setup.stock_flags}".strip()
+        STOCK, setup, "sglang.launch_server", f"{device}{setup.flags} {setup.stock_flags} {flags}".strip()
     )
+
+
+def _runner(setup: Setup) -> list[str]:
+    return ["--moe-runner-backend", setup.moe_runner] if setup.moe_runner else []
 
 
 def _processes(name: str, setup: Setup, module: str, flags: str) -> Spec:

@@ -117,6 +117,22 @@ def test_graphs_are_asked_for_as_told_and_only_where_they_are_on() -> None:
             assert mode == ("strict" if "graphs" in arm.changes else "off")
 
 
+@pytest.mark.parametrize("layout", ["pair", "single"])
+def test_the_runner_of_experts_is_the_same_wherever_megamoe_is_off(layout: Any) -> None:
+    """Stock's best flags are given to ours too: a faster runner alone is no change of the five."""
+    process = "prefill" if layout == "pair" else "server"
+    chosen = replace(setup(moe_runner="deep_gemm"), layout=layout)
+    for arm in arms(chosen, flags=EVERY_FLAG):
+        if arm.spec:
+            words = arm.spec.processes[process].split()
+            assert ("--moe-runner-backend" in words) == ("megamoe" not in arm.changes), arm.name
+            assert "--moe-runner-backend" not in arm.spec.processes.get("decode", "")
+            if "megamoe" not in arm.changes:
+                assert words[words.index("--moe-runner-backend") + 1] == "deep_gemm"
+    without = [arm.spec for arm in arms(setup(), flags=EVERY_FLAG) if arm.spec]
+    assert not [text for spec in without for text in spec.processes.values() if "--moe-runner" in text]
+
+
 def test_stock_finds_its_own_packages_first_and_nobody_else_does() -> None:
     found = arms(setup(stock_env={"PYTHONPATH": "/older:/tree"}), flags=EVERY_FLAG)
     assert command(found, STOCK).startswith("env PYTHONPATH=/older:/tree python -m sglang.launch_server")
