@@ -93,3 +93,43 @@ def test_synchronous_saves_are_compared_turn_by_turn() -> None:
     said = re.search(r"with synchronous saves, one turn: (\S+), (\S+);", README)
     assert said
     assert [float(word) for word in said.groups()] == [round(ratio, 2) for ratio in ratios]
+
+
+def test_lookups_over_eight_ranks_are_said_as_measured() -> None:
+    found = result("h200/lookup_latency")
+    assert (found["ranks"], found["tokens"], found["wrong"]) == (8, 131_072, 0)
+    said = re.search(
+        r"h200/lookup_latency\.json`\): p50 (\S+) ms, p99 \*\*(\S+)\*\* \(ten rounds (\S+) to (\S+); .*? unrepaired (\S+); ",
+        README,
+    )
+    assert said
+    rounds = found["p99_ms_of_rounds"]
+    assert len(rounds) == 10
+    figures = [found["p50_ms"], found["p99_ms"], min(rounds), max(rounds)]
+    assert [float(word) for word in said.groups()] == [
+        *(round(figure, 2) for figure in figures),
+        round(found["unrepaired"]["p99_ms"], 1),
+    ]
+
+
+def test_graphs_are_held_against_eager_as_often_as_said() -> None:
+    found = result("h200/graph_equality")
+    said = re.search(
+        r"checkpoint: (\S+) steps of random lengths, .*?; (\S+) prompts\): equal by its rule, no other greedy token "
+        r"\((\d+) ties\), KL at most (\S+), .*? another one for (\d+) of (\S+) prompts",
+        README,
+    )
+    assert said
+    assert found["equal"] and not found["other_tokens"]
+    assert found["random"]["replayed"] == found["random"]["steps"]
+    repeats = found["where_eager_repeats_to_the_bit"]
+    assert repeats["graph_identical_too"] == repeats["prompts"]
+    alone = found["by_kind"]["graph_against_eager_alone"].values()
+    assert said[4] == f"{found['kl_max']:.1e}".replace("e-0", "e-")
+    assert [int(said[n].replace(",", "")) for n in (1, 2, 3, 5, 6)] == [
+        found["random"]["steps"],
+        found["prompts"],
+        found["ties"],
+        sum(kind["other_tokens"] for kind in alone),
+        sum(kind["prompts"] for kind in alone),
+    ]
