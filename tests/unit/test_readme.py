@@ -99,7 +99,8 @@ def test_lookups_over_eight_ranks_are_said_as_measured() -> None:
     found = result("h200/lookup_latency")
     assert (found["ranks"], found["tokens"], found["wrong"]) == (8, 131_072, 0)
     said = re.search(
-        r"h200/lookup_latency\.json`\): p50 (\S+) ms, p99 \*\*(\S+)\*\* \(ten rounds (\S+) to (\S+); .*? unrepaired (\S+); ",
+        r"h200/lookup_latency\.json`\): p50 (\S+) ms, p99 \*\*(\S+)\*\* \(ten rounds (\S+) to (\S+); "
+        r".*? unrepaired (\S+); ",
         README,
     )
     assert said
@@ -120,7 +121,8 @@ def test_graphs_are_held_against_eager_as_often_as_said() -> None:
         README,
     )
     assert said
-    assert found["equal"] and not found["other_tokens"]
+    assert found["equal"]
+    assert not found["other_tokens"]
     assert found["random"]["replayed"] == found["random"]["steps"]
     repeats = found["where_eager_repeats_to_the_bit"]
     assert repeats["graph_identical_too"] == repeats["prompts"]
