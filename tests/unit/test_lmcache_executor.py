@@ -15,6 +15,8 @@ import pytest
 from lmcache_faults import HUNG, Pool, counters, limits, loop_in_thread, patience, responsive, run, turns
 
 WORKERS = 4
+#: AsyncPQExecutor and AsyncPQThreadPoolExecutor, each with a `_worker` of its own.
+BOTH = pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])
 
 
 def _executor(loop: asyncio.AbstractEventLoop, threads: bool = False) -> Any:
@@ -95,32 +97,33 @@ def workers_left_after_cancelled_calls(threads: bool) -> tuple[int, str]:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])
+@BOTH
 def test_each_cancelled_call_costs_a_worker_until_none_is_left(threads: bool) -> None:
     assert run(workers_left_after_cancelled_calls, threads, repaired=False) == (0, HUNG)
     assert run(workers_left_after_cancelled_calls, threads, repaired=True) == (WORKERS, "served")
 
 
-def workers_left_after_a_job_that_was_cancelled_itself() -> tuple[int, str]:
+def workers_left_after_a_job_that_was_cancelled_itself(threads: bool) -> tuple[int, str]:
     async def main() -> tuple[int, str]:
-        executor = _executor(asyncio.get_running_loop())
+        executor = _executor(asyncio.get_running_loop(), threads)
 
-        async def job() -> None:
+        def abandon() -> None:
             raise asyncio.CancelledError  # what awaiting a client's cancelled future raises
 
-        call = asyncio.create_task(executor.submit_job(job))
+        gate = Gate(threads)
+        gate.open.set()
+        call = asyncio.create_task(executor.submit_job(gate.job(abandon)))
         done, _ = await asyncio.wait({call}, timeout=patience())
         return _live(executor), type(call.exception()).__name__ if done else HUNG
 
     return asyncio.run(main())
 
 
-def test_a_job_whose_client_cancels_it_answers_its_caller() -> None:
-    assert run(workers_left_after_a_job_that_was_cancelled_itself, repaired=False) == (WORKERS - 1, HUNG)
-    assert run(workers_left_after_a_job_that_was_cancelled_itself, repaired=True) == (
-        WORKERS,
-        "CallAbandonedError",
-    )
+@BOTH
+def test_a_job_whose_client_cancels_it_answers_its_caller(threads: bool) -> None:
+    scenario = workers_left_after_a_job_that_was_cancelled_itself
+    assert run(scenario, threads, repaired=False) == (WORKERS - 1, HUNG)
+    assert run(scenario, threads, repaired=True) == (WORKERS, "CallAbandonedError")
 
 
 def runs_of_jobs_cancelled_while_queued(threads: bool) -> tuple[int, dict[str, int]]:
@@ -147,7 +150,7 @@ def runs_of_jobs_cancelled_while_queued(threads: bool) -> tuple[int, dict[str, i
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])
+@BOTH
 def test_a_queued_job_whose_caller_has_left_is_skipped(threads: bool) -> None:
     ran, _ = run(runs_of_jobs_cancelled_while_queued, threads, repaired=False)
     assert 1 <= ran <= WORKERS  # each kills the worker that runs it
@@ -159,29 +162,31 @@ def test_a_queued_job_whose_caller_has_left_is_skipped(threads: bool) -> None:
     assert counted["live_workers"] == counted["expected_workers"] == WORKERS
 
 
-def queue_length_after_many_left_jobs() -> int:
+def queue_length_after_many_left_jobs(threads: bool) -> int:
     async def main() -> int:
-        executor = _executor(asyncio.get_running_loop())
-        gate = Gate()
-        busy = [asyncio.create_task(executor.submit_job(gate.job(lambda: None))) for _ in range(WORKERS)]
-        await gate.has_begun()
-
-        async def job() -> None:
-            return None
-
+        executor = _executor(asyncio.get_running_loop(), threads)
+        gates = [Gate(threads) for _ in range(WORKERS)]
+        busy = [asyncio.create_task(executor.submit_job(gate.job(lambda: None))) for gate in gates]
+        for gate in gates:
+            await gate.has_begun()
+        job = Gate(threads).job(lambda: None)
         for _ in range(5000):
             call = asyncio.create_task(executor.submit_job(job))
             await asyncio.sleep(0)
             await _cancel(call)
         assert not any(call.done() for call in busy)
-        return int(executor._queue.qsize())
+        length = int(executor._queue.qsize())
+        for gate in gates:
+            gate.open.set()  # threads that wait would keep `asyncio.run`
+        return length
 
     return asyncio.run(main())
 
 
-def test_jobs_whose_callers_left_do_not_pile_up_behind_a_stalled_store() -> None:
-    assert run(queue_length_after_many_left_jobs, repaired=False) >= 5000
-    assert run(queue_length_after_many_left_jobs, repaired=True) <= 64
+@BOTH
+def test_jobs_whose_callers_left_do_not_pile_up_behind_a_stalled_store(threads: bool) -> None:
+    assert run(queue_length_after_many_left_jobs, threads, repaired=False) >= 5000
+    assert run(queue_length_after_many_left_jobs, threads, repaired=True) <= 64
 
 
 # -- results that nobody takes ------------------------------------------------------------------------------
@@ -216,7 +221,7 @@ def bytes_left_by_an_orphaned_result(shape: str, threads: bool) -> tuple[int, in
     return pool.used, len(kept), counters()["orphans_disposed"]
 
 
-@pytest.mark.parametrize("threads", [False, True], ids=["coroutines", "threads"])
+@BOTH
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_the_buffers_of_a_cancelled_get_go_back_to_the_allocator(shape: str, threads: bool) -> None:
     used, taken, _ = run(bytes_left_by_an_orphaned_result, shape, threads, repaired=False)
@@ -225,33 +230,33 @@ def test_the_buffers_of_a_cancelled_get_go_back_to_the_allocator(shape: str, thr
     assert (used, disposed) == (0, taken)
 
 
-def bytes_left_when_cancelled_with_the_result_delivered() -> tuple[int, str, int, int]:
+def bytes_left_when_cancelled_with_the_result_delivered(threads: bool) -> tuple[int, str, int, int]:
     """The worker has answered, the caller has not run yet, and is cancelled in between."""
     pool = Pool()
     kept: list[Any] = []
 
     async def main() -> str:
         loop = asyncio.get_running_loop()
-        executor = _executor(loop)
+        executor = _executor(loop, threads)
         original = loop.create_future
         calls: list[asyncio.Task[Any]] = []
 
         def create_future() -> asyncio.Future[Any]:
+            loop.create_future = original  # type: ignore[method-assign]
             future = original()
             future.add_done_callback(lambda _done: calls[0].cancel())  # runs before the caller's own wake-up
             return future
 
-        async def fetch() -> Any:
+        def fetch() -> Any:
             kept.append(pool.take())
             return kept[0]
 
+        gate = Gate(threads)
+        gate.open.set()
+
         async def call() -> Any:
             loop.create_future = create_future  # type: ignore[method-assign]
-            submitted = executor.submit_job(fetch)
-            try:
-                return await submitted
-            finally:
-                loop.create_future = original  # type: ignore[method-assign]
+            return await executor.submit_job(gate.job(fetch))
 
         await turns()
         calls.append(asyncio.create_task(call()))
@@ -263,20 +268,17 @@ def bytes_left_when_cancelled_with_the_result_delivered() -> tuple[int, str, int
     return pool.used, outcome, counters()["orphans_disposed"], counters()["cancelled_jobs"]
 
 
-def test_a_result_delivered_to_a_caller_cancelled_at_that_moment_is_disposed_of() -> None:
-    assert run(bytes_left_when_cancelled_with_the_result_delivered, repaired=False) == (
-        Pool.CHUNK,
-        "cancelled",
-        0,
-        0,
-    )
-    assert run(bytes_left_when_cancelled_with_the_result_delivered, repaired=True) == (0, "cancelled", 1, 1)
+@BOTH
+def test_a_result_delivered_to_a_caller_cancelled_at_that_moment_is_disposed_of(threads: bool) -> None:
+    scenario = bytes_left_when_cancelled_with_the_result_delivered
+    assert run(scenario, threads, repaired=False) == (Pool.CHUNK, "cancelled", 0, 0)
+    assert run(scenario, threads, repaired=True) == (0, "cancelled", 1, 1)
 
 
 # -- arguments that a running job still reads ---------------------------------------------------------------
 
 
-def chunk_of_a_put_whose_caller_left(batched: bool) -> tuple[bool, bytes, int]:
+def chunk_of_a_put_whose_caller_left(batched: bool, threads: bool) -> tuple[bool, bytes, int]:
     """Whether the chunk is still ours and unchanged when the client gets to its bytes, and what is allocated
     after.
     """
@@ -286,8 +288,8 @@ def chunk_of_a_put_whose_caller_left(batched: bool) -> tuple[bool, bytes, int]:
     seen: list[Any] = []
 
     async def main() -> None:
-        executor = _executor(asyncio.get_running_loop())
-        gate = Gate()
+        executor = _executor(asyncio.get_running_loop(), threads)
+        gate = Gate(threads)
 
         class Connector:
             async def put(self, key: str, memory_obj: Any) -> None:
@@ -296,11 +298,11 @@ def chunk_of_a_put_whose_caller_left(batched: bool) -> tuple[bool, bytes, int]:
             async def batched_put(self, keys: list[str], memory_objs: list[Any]) -> None:
                 await executor.submit_job(self._put, key=keys, memory_obj=memory_objs)
 
-            async def _put(self, key: Any, memory_obj: Any) -> None:
+            def _put(self, key: Any, memory_obj: Any) -> Any:
+                """On a thread: the put; else the coroutine that is the put."""
                 (chunk,) = memory_obj if batched else [memory_obj]
                 view = chunk.byte_array  # the client has the address from here on
-                await gate.job(lambda: None)()
-                seen.extend((chunk.is_valid(), bytes(view[:4])))
+                return gate.job(lambda: seen.extend((chunk.is_valid(), bytes(view[:4]))))()
 
         chunk = pool.take()
         chunk.tensor.fill_(7)
@@ -320,10 +322,12 @@ def chunk_of_a_put_whose_caller_left(batched: bool) -> tuple[bool, bytes, int]:
     return (*seen, pool.used)
 
 
+@BOTH
 @pytest.mark.parametrize("batched", [False, True], ids=["put", "batched_put"])
-def test_a_running_put_keeps_its_bytes_until_the_client_is_done(batched: bool) -> None:
-    assert run(chunk_of_a_put_whose_caller_left, batched, repaired=False) == (False, bytes([9] * 4), 0)
-    assert run(chunk_of_a_put_whose_caller_left, batched, repaired=True) == (True, bytes([7] * 4), 0)
+def test_a_running_put_keeps_its_bytes_until_the_client_is_done(batched: bool, threads: bool) -> None:
+    scenario = chunk_of_a_put_whose_caller_left
+    assert run(scenario, batched, threads, repaired=False) == (False, bytes([9] * 4), 0)
+    assert run(scenario, batched, threads, repaired=True) == (True, bytes([7] * 4), 0)
 
 
 def end_of_a_job_that_is_stuck_without_a_caller() -> tuple[str, int, int, int]:
@@ -367,18 +371,21 @@ def test_a_job_that_outlives_its_caller_by_the_stuck_limit_is_cancelled() -> Non
 # -- jobs that submit jobs ----------------------------------------------------------------------------------
 
 
-def answers_to_jobs_that_submit_to_their_own_executor() -> str | list[int]:
+def answers_to_jobs_that_submit_to_their_own_executor(threads: bool) -> str | list[int]:
     async def main() -> str | list[int]:
-        executor = _executor(asyncio.get_running_loop())
-
-        async def inner(number: int) -> int:
-            await asyncio.sleep(0)
-            return number
+        loop = asyncio.get_running_loop()
+        executor = _executor(loop, threads)
+        gate = Gate(threads)
+        gate.open.set()
 
         async def outer(number: int) -> int:
-            return int(await executor.submit_job(inner, number))
+            return int(await executor.submit_job(gate.job(lambda: number)))
 
-        calls = asyncio.gather(*(executor.submit_job(outer, number) for number in range(WORKERS)))
+        def outer_on_a_thread(number: int) -> int:
+            return asyncio.run_coroutine_threadsafe(outer(number), loop).result(2 * patience())
+
+        job = outer_on_a_thread if threads else outer
+        calls = asyncio.gather(*(executor.submit_job(job, number) for number in range(WORKERS)))
         try:
             return list(await asyncio.wait_for(calls, patience()))
         except TimeoutError:
@@ -387,28 +394,36 @@ def answers_to_jobs_that_submit_to_their_own_executor() -> str | list[int]:
     return asyncio.run(main())
 
 
-def test_jobs_that_submit_to_their_own_executor_do_not_wait_for_each_other() -> None:
-    assert run(answers_to_jobs_that_submit_to_their_own_executor, repaired=False) == HUNG
-    assert run(answers_to_jobs_that_submit_to_their_own_executor, repaired=True) == list(range(WORKERS))
+@BOTH
+def test_jobs_that_submit_to_their_own_executor_do_not_wait_for_each_other(threads: bool) -> None:
+    scenario = answers_to_jobs_that_submit_to_their_own_executor
+    assert run(scenario, threads, repaired=False) == HUNG
+    assert run(scenario, threads, repaired=True) == list(range(WORKERS))
 
 
 # -- shutdown -----------------------------------------------------------------------------------------------
 
 
-def shutdown_with_work_outstanding(threads: bool) -> tuple[str, list[int]]:
+def shutdown_with_work_outstanding(threads: bool, left: int) -> tuple[str, list[int]]:
+    """Returns: shutdown's end, and who was answered; the first `left` callers leave while their jobs run."""
+
     async def main() -> tuple[str, list[int]]:
         executor = _executor(asyncio.get_running_loop(), threads)
         answered: list[int] = []
-        gate = Gate(threads)
+        gates = [Gate(threads) for _ in range(3 * WORKERS)]
 
         async def call(number: int) -> None:
-            answered.append(await executor.submit_job(gate.job(lambda: number)))
+            answered.append(await executor.submit_job(gates[number].job(lambda: number)))
 
         calls = [asyncio.create_task(call(number)) for number in range(3 * WORKERS)]
-        await gate.has_begun()
+        for gate in gates[:WORKERS]:
+            await gate.has_begun()
+        for each in calls[:left]:
+            await _cancel(each)
         shutdown = asyncio.create_task(executor.shutdown_async(wait=True))
         await turns()
-        gate.open.set()
+        for gate in gates:
+            gate.open.set()
         done, _ = await asyncio.wait({shutdown}, timeout=patience())
         await asyncio.wait(calls, timeout=patience())
         return "down" if done else HUNG, sorted(answered)
@@ -417,77 +432,103 @@ def shutdown_with_work_outstanding(threads: bool) -> tuple[str, list[int]]:
 
 
 def test_shutdown_drains_what_is_queued_and_running() -> None:
-    state, answered = run(shutdown_with_work_outstanding, False, repaired=False)
+    state, answered = run(shutdown_with_work_outstanding, False, 0, repaired=False)
     assert state == HUNG  # workers are cancelled first, and then the queue is waited for
     assert answered == []
-    assert run(shutdown_with_work_outstanding, False, repaired=True) == ("down", list(range(3 * WORKERS)))
+    assert run(shutdown_with_work_outstanding, False, 0, repaired=True) == ("down", list(range(3 * WORKERS)))
 
 
-def test_shutdown_of_the_thread_executor_drains_too() -> None:
-    assert run(shutdown_with_work_outstanding, True, repaired=True) == ("down", list(range(3 * WORKERS)))
+def test_shutdown_of_the_thread_executor_drains_as_before() -> None:
+    """Upstream drains here first, where every caller waits: nothing to repair, and nothing lost by it."""
+    expected = ("down", list(range(3 * WORKERS)))
+    assert run(shutdown_with_work_outstanding, True, 0, repaired=False) == expected
+    assert run(shutdown_with_work_outstanding, True, 0, repaired=True) == expected
+
+
+@BOTH
+def test_shutdown_drains_behind_callers_that_have_left(threads: bool) -> None:
+    assert run(shutdown_with_work_outstanding, threads, WORKERS, repaired=False) == (HUNG, [])
+    expected = ("down", list(range(WORKERS, 3 * WORKERS)))
+    assert run(shutdown_with_work_outstanding, threads, WORKERS, repaired=True) == expected
 
 
 def shutdown_with_a_job_that_never_ends(
-    heeds_cancel: bool,
+    kind: str,
 ) -> tuple[str, list[str], int, int, dict[str, int]]:
-    """Returns: shutdown's end, callers' errors, bytes right after it, bytes once the job ends, counters."""
+    """kind: "heeds" a cancel, "ignores" it, or "thread", which can't be cancelled.
+
+    Returns: shutdown's end, callers' errors, bytes right after it, bytes once the jobs have ended, counters.
+    """
     limits(drain=0.05, cancel=0.05)
     pool = Pool()
 
     async def main() -> tuple[str, list[str], int, int, dict[str, int]]:
-        executor = _executor(asyncio.get_running_loop())
-        stalled, begun = asyncio.Event(), asyncio.Event()
+        threads = kind == "thread"
+        executor = _executor(asyncio.get_running_loop(), threads)
+        stalled = threading.Event() if threads else asyncio.Event()
+        begun = [Gate(threads).begun for _ in range(WORKERS + 2)]
 
-        async def put(memory_obj: Any) -> None:
-            begun.set()
+        async def put(memory_obj: Any, number: int) -> None:
+            begun[number].set()
             while not stalled.is_set():
                 try:
                     await stalled.wait()
                 except asyncio.CancelledError:
-                    if heeds_cancel:
+                    if kind == "heeds":
                         raise
 
-        async def call(priority: int) -> None:
+        def put_on_a_thread(memory_obj: Any, number: int) -> None:
+            begun[number].set()
+            assert stalled.wait(60)
+
+        async def call(number: int) -> None:
+            job = put_on_a_thread if threads else put
             chunk = pool.take()
             try:
-                await executor.submit_job(put, memory_obj=chunk, priority=priority)
+                await executor.submit_job(job, memory_obj=chunk, number=number, priority=number)
             finally:
                 chunk.ref_count_down()
 
         calls = [asyncio.create_task(call(number)) for number in range(WORKERS + 2)]
-        await begun.wait()
+        for each in begun[:WORKERS]:
+            await (asyncio.to_thread(each.wait) if threads else each.wait())
         done, _ = await asyncio.wait(
             {asyncio.create_task(executor.shutdown_async(wait=True))}, timeout=patience()
         )
         await asyncio.wait(calls, timeout=patience())
         errors = sorted(type(c.exception()).__name__ for c in calls if c.done())
-        used_after = pool.used
+        used_after, down = pool.used, "down" if done else HUNG
         stalled.set()
+        if threads:
+            await asyncio.get_running_loop().shutdown_default_executor()  # joins the jobs' threads
         await turns()
-        return "down" if done else HUNG, errors, used_after, pool.used, counters()
+        return down, errors, used_after, pool.used, counters()
 
     return asyncio.run(main())
 
 
 def test_shutdown_is_bounded_answers_every_caller_and_returns_every_buffer() -> None:
-    state, errors, used, *_ = run(shutdown_with_a_job_that_never_ends, True, repaired=False)
+    state, errors, used, *_ = run(shutdown_with_a_job_that_never_ends, "heeds", repaired=False)
     assert (state, errors, used) == (HUNG, [], (WORKERS + 2) * Pool.CHUNK)
-    state, errors, used, _, counted = run(shutdown_with_a_job_that_never_ends, True, repaired=True)
+    state, errors, used, _, counted = run(shutdown_with_a_job_that_never_ends, "heeds", repaired=True)
     assert (state, errors, used) == ("down", ["ExecutorClosedError"] * (WORKERS + 2), 0)
     assert (counted["refused_jobs"], counted["abandoned_jobs"]) == (2, 0)
     assert counted["live_workers"] == counted["expected_workers"] == 0
 
 
-def test_what_outlasts_a_shutdown_keeps_its_buffers_until_it_ends() -> None:
-    state, errors, used, later, counted = run(shutdown_with_a_job_that_never_ends, False, repaired=True)
+@pytest.mark.parametrize("kind", ["ignores", "thread"])
+def test_what_outlasts_a_shutdown_keeps_its_buffers_until_it_ends(kind: str) -> None:
+    state, errors, *_ = run(shutdown_with_a_job_that_never_ends, kind, repaired=False)
+    assert (state, errors) == (HUNG, [])
+    state, errors, used, later, counted = run(shutdown_with_a_job_that_never_ends, kind, repaired=True)
     assert (state, errors) == ("down", ["ExecutorClosedError"] * (WORKERS + 2))
     assert (used, later) == (WORKERS * Pool.CHUNK, 0)
     assert counted["abandoned_jobs"] == WORKERS
 
 
-def shutdown_called_on_its_own_loop() -> tuple[bool, str]:
+def shutdown_called_on_its_own_loop(threads: bool) -> tuple[bool, str]:
     with loop_in_thread() as loop:
-        executor = _executor(loop)
+        executor = _executor(loop, threads)
         begun = threading.Event()
 
         async def close() -> str:
@@ -501,34 +542,32 @@ def shutdown_called_on_its_own_loop() -> tuple[bool, str]:
         return alive, future.result(60) if alive else HUNG
 
 
-def test_shutdown_on_its_own_loop_does_not_wait_for_itself() -> None:
-    assert run(shutdown_called_on_its_own_loop, repaired=False) == (False, HUNG)
-    assert run(shutdown_called_on_its_own_loop, repaired=True) == (True, "closed")
+@BOTH
+def test_shutdown_on_its_own_loop_does_not_wait_for_itself(threads: bool) -> None:
+    assert run(shutdown_called_on_its_own_loop, threads, repaired=False) == (False, HUNG)
+    assert run(shutdown_called_on_its_own_loop, threads, repaired=True) == (True, "closed")
 
 
-def shutdown_called_from_a_thread() -> tuple[int, int]:
+def shutdown_called_from_a_thread(threads: bool) -> tuple[int, int]:
     with loop_in_thread() as loop:
-        executor = _executor(loop)
+        executor = _executor(loop, threads)
         executor.shutdown(wait=True)
         executor.shutdown(wait=True)  # a second call has nothing to do
         return _live(executor), counters()["expected_workers"]
 
 
-def test_shutdown_from_a_thread_returns_with_all_workers_gone() -> None:
-    assert run(shutdown_called_from_a_thread, repaired=True) == (0, 0)
+@BOTH
+def test_shutdown_from_a_thread_returns_with_all_workers_gone(threads: bool) -> None:
+    assert run(shutdown_called_from_a_thread, threads, repaired=True) == (0, 0)
 
 
-def submit_after_shutdown() -> str:
+def submit_after_shutdown(threads: bool) -> str:
     async def main() -> str:
-        executor = _executor(asyncio.get_running_loop())
+        executor = _executor(asyncio.get_running_loop(), threads)
         await turns()
         await executor.shutdown_async(wait=False)
         await turns()
-
-        async def job() -> None:
-            return None
-
-        call: Awaitable[Any] = executor.submit_job(job)
+        call: Awaitable[Any] = executor.submit_job(Gate(threads).job(lambda: None))
         try:
             await asyncio.wait_for(call, patience())
         except TimeoutError:
@@ -540,6 +579,7 @@ def submit_after_shutdown() -> str:
     return asyncio.run(main())
 
 
-def test_a_job_for_an_executor_that_is_down_is_refused() -> None:
-    assert run(submit_after_shutdown, repaired=False) == HUNG
-    assert run(submit_after_shutdown, repaired=True) == "ExecutorClosedError"
+@BOTH
+def test_a_job_for_an_executor_that_is_down_is_refused(threads: bool) -> None:
+    assert run(submit_after_shutdown, threads, repaired=False) == HUNG
+    assert run(submit_after_shutdown, threads, repaired=True) == "ExecutorClosedError"
