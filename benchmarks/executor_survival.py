@@ -1,9 +1,11 @@
 """Do LMCache's executor workers, buffers and replies survive callers that leave at every stage of a job?
 
-Gets, batched gets, puts and existence checks run through LMCache's executor and allocator; a seeded share of
-the callers is cancelled while queued, while running, or at the moment their result is delivered. The same
-jobs on LMCache as it comes run until its last worker is dead. A third run has the article's fix alone, the
-guard around the answer: its workers live, and its buffers show what the guard leaves open.
+Gets, batched gets, puts and existence checks run through each of LMCache's executors (`AsyncPQExecutor`, whose jobs
+are coroutines; `AsyncPQThreadPoolExecutor`, whose jobs are threads, as those of its Valkey connector) and its
+allocator; a seeded share of the callers is cancelled while queued, while running, or at the moment their result is
+delivered. The same jobs on LMCache as it comes run until its last worker is dead. A third run has the article's fix
+alone, the guard around the answer: its workers live, and its buffers show what the guard leaves open. The figures on
+top are the repaired executors', of each the worse one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,16 @@ CHUNK = 16384
 CHUNKS = 4 * CALLERS  # in the pool
 STAGES = ("queued", "running", "finished")
 GUARDED = "guard_alone"
+EXECUTORS = ("coroutines", "threads")
+#: What the result has on top, of both executors: the fewest workers, the most of what must not be.
+WORST: dict[str, Callable[..., int]] = {
+    "live_workers": min,
+    "expected_workers": max,
+    "leaked_bytes": max,
+    "wrong_replies": max,
+    "corrupt_puts": max,
+    "callers_left_waiting": max,
+}
 STALLED_AFTER = 3.0  # seconds without a reply, with no worker left
 
 
@@ -58,14 +71,31 @@ class Loop(asyncio.SelectorEventLoop):
         return future
 
 
+Steps = Generator[None, None, Any]
+
+
 class Store:
-    """Stands for a remote store: stamps what it returns with the key, checks what it is given, takes a few
-    turns.
+    """Stands for a remote store: stamps what it returns with the key, checks what it is given, takes a few turns of
+    the loop between the first and the second step of a job.
     """
 
-    def __init__(self, pool: Any, rng: random.Random) -> None:
-        self.pool, self.rng = pool, rng
+    def __init__(self, pool: Any, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
+        self.pool, self.rng, self.loop = pool, rng, loop
         self.corrupt_puts = 0
+
+    async def coroutine(self, kind: str, key: int, started: asyncio.Future[None], **more: Any) -> Any:
+        """A job of `AsyncPQExecutor`."""
+        steps: Steps = getattr(self, kind)(key, **more)
+        next(steps)
+        await self._turns(started)
+        return end(steps)
+
+    def thread(self, kind: str, key: int, started: asyncio.Future[None], **more: Any) -> Any:
+        """A job of `AsyncPQThreadPoolExecutor`."""
+        steps: Steps = getattr(self, kind)(key, **more)
+        next(steps)
+        asyncio.run_coroutine_threadsafe(self._turns(started), self.loop).result()
+        return end(steps)
 
     async def _turns(self, started: asyncio.Future[None]) -> None:
         if not started.done():
@@ -79,27 +109,34 @@ class Store:
             stamp(chunk, key)
         return chunk
 
-    async def get(self, key: int, started: asyncio.Future[None]) -> Any:
+    def get(self, key: int) -> Steps:
         chunk = self._chunk(key)
-        await self._turns(started)
+        yield
         return chunk
 
-    async def batched_get(self, key: int, started: asyncio.Future[None]) -> Any:
+    def batched_get(self, key: int) -> Steps:
         chunks = [self._chunk(key) for _ in range(3)]
-        await self._turns(started)
+        yield
         return chunks
 
-    async def exists(self, key: int, started: asyncio.Future[None]) -> Any:
-        await self._turns(started)
+    def exists(self, key: int) -> Steps:
+        yield
         return key
 
-    async def put(self, key: int, started: asyncio.Future[None], memory_obj: Any) -> None:
+    def put(self, key: int, memory_obj: Any) -> Steps:
         view = memory_obj.byte_array.cast("B")  # as a client does: from here on it has the address
-        await self._turns(started)
-        for start in (0, CHUNK - 8):
-            if int.from_bytes(view[start : start + 8], "little") != key:
-                self.corrupt_puts += 1
-                return
+        yield
+        stamps = {int.from_bytes(view[start : start + 8], "little") for start in (0, CHUNK - 8)}
+        self.corrupt_puts += stamps != {key}
+
+
+def end(steps: Steps) -> Any:
+    """Runs the second step. Returns the job's result."""
+    try:
+        next(steps)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("a job has two steps")
 
 
 def allocate(pool: Any) -> Any:
@@ -128,13 +165,16 @@ class Survey:
 
     def __init__(self, args: argparse.Namespace, loop: Loop) -> None:
         from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
-        from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
+        from lmcache.v1.storage_backend.job_executor import pq_executor
 
+        threads = args.executor == "threads"
         self.args, self.loop = args, loop
         self.rng = random.Random(args.seed)
         self.pool = MixedMemoryAllocator(CHUNKS * CHUNK)
-        self.executor = AsyncPQExecutor(loop, max_workers=WORKERS)
-        self.store = Store(self.pool, random.Random(args.seed + 1))
+        kind = pq_executor.AsyncPQThreadPoolExecutor if threads else pq_executor.AsyncPQExecutor
+        self.executor = kind(loop, max_workers=WORKERS)
+        self.store = Store(self.pool, random.Random(args.seed + 1), loop)
+        self.job = self.store.thread if threads else self.store.coroutine
         self.outcomes: Counter[str] = Counter()
         self.wrong_replies = 0
         self.last_reply = time.monotonic()
@@ -178,7 +218,7 @@ class Survey:
             if stage == "finished":
                 self.loop.cancel_when_answered = asyncio.current_task()
             return await self.executor.submit_job(
-                getattr(self.store, kind), key, started, priority=self.rng.randint(1, 4), **more
+                self.job, kind, key, started, priority=self.rng.randint(1, 4), **more
             )
         finally:
             if chunk is not None:
@@ -262,18 +302,30 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def worst(figures: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Of each of `WORST` that of the worse run."""
+    return {name: choose(run[name] for run in figures) for name, choose in WORST.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--cancel", type=float, default=0.3, help="share of the callers that is cancelled")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--executor", choices=EXECUTORS, help=argparse.SUPPRESS)  # a child process's
     _lmcache_modes.add_arguments(parser)
     _result.add_arguments(parser)
     args = parser.parse_args()
-    modes = (*_lmcache_modes.MODES, GUARDED)
-    figures = _lmcache_modes.each("executor_survival", measure, args, modes)
+    modes = ("repaired", "unrepaired", GUARDED)
+    found = {
+        executor: _lmcache_modes.each(
+            "executor_survival", measure, args, modes, more=("--executor", executor)
+        )
+        for executor in EXECUTORS
+    }
     result = {"jobs": args.jobs, "cancel": args.cancel, "seed": args.seed}
-    _result.finish("executor_survival", result | figures.pop("repaired") | figures, args, device="cpu")
+    result |= worst([figures["repaired"] for figures in found.values()])
+    _result.finish("executor_survival", result | {"by_executor": found}, args, device="cpu")
 
 
 if __name__ == "__main__":
