@@ -51,7 +51,12 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "pages that a request no longer holds, for one that could run before it",
     ),
-    Metric("cache_lookup_seconds", "histogram", "time to look a prefix up in memory", buckets=_LOOKUP),
+    Metric(
+        "cache_lookup_seconds",
+        "histogram",
+        "time to look a prompt's pages up in the pool and pin them, on the scheduler's thread",
+        buckets=_LOOKUP,
+    ),
     Metric(
         "cache_prefetch_seconds", "histogram", "time from a request's arrival to its last page", buckets=_WAIT
     ),

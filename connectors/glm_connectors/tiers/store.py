@@ -79,10 +79,7 @@ class TieredStore:
 
     def resident(self, keys: Sequence[bytes]) -> int:
         """How many pages of `keys`, from the first on, are in the CPU pool at this moment. Memory only."""
-        began = time.perf_counter()
-        found = self._pool.prefix(keys)
-        self.metrics.observe("cache_lookup_seconds", value=time.perf_counter() - began)
-        return found
+        return self._pool.prefix(keys)
 
     # Prefetch
 
@@ -147,10 +144,12 @@ class TieredStore:
     def pin(self, keys: Sequence[bytes]) -> list[Page]:
         """Pins the resident prefix of `keys` against eviction for a load; its pages, to be `release`d.
 
-        Memory only: fit for the scheduler thread, e.g. inside a lookup, so that no eviction can come between
-        the lookup and the load.
+        Memory only: fit for the scheduler thread. This is the lookup: no eviction can come between it and the load.
         """
-        return self._pool.hold(keys, "load")
+        began = time.perf_counter()
+        pages = self._pool.hold(keys, "load")
+        self.metrics.observe("cache_lookup_seconds", value=time.perf_counter() - began)
+        return pages
 
     def release(self, pages: Sequence[Page]) -> None:
         """Ends a pin. Each page once; its views must not be used any more."""

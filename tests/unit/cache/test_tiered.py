@@ -54,6 +54,21 @@ def test_from_one_process_to_another_through_valkey(node: Callable[..., Tree]) -
     assert second.store.metrics["cache_hit_pages", "valkey"] == 5  # type: ignore[attr-defined]
 
 
+def test_lookup_times_are_those_of_lookups(node: Callable[..., Tree]) -> None:
+    """Not of saves, which ask the pool as well."""
+    tree = node()
+
+    def lookups() -> int:
+        return sum(tree.store.metrics.snapshot()["cache_lookup_seconds"][()].counts)  # type: ignore[attr-defined]
+
+    tree.prefill(prompt(2))
+    tree.drain()
+    tree.flush_device()
+    assert (lookups(), tree.recorder.table["cache_offload_pages", "saved"]) == (0, 2)
+    assert tree.match(tree.request([*prompt(2), 7])) == (0, 2 * PAGE)
+    assert lookups() == 1
+
+
 def test_a_flipped_bit_in_valkey_is_a_miss(node: Callable[..., Tree], valkey: EmbeddedServer) -> None:
     """Upstream serves it as a hit."""
     import valkey as client_library

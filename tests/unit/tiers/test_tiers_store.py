@@ -366,7 +366,7 @@ def test_one_request_moves_every_counter_of_its_path(server: EmbeddedServer, ran
     reader = rank(server.url, writer=False)
     before = reader.metrics.snapshot()
     reader.fetch([*chain, *keys(1, "x")])
-    reader.store.resident(chain)
+    reader.hits(chain)
     after = reader.metrics.snapshot()
     moved = {
         (name, child) for name in after for child in after[name] if after[name][child] != before[name][child]
@@ -384,6 +384,23 @@ def test_one_request_moves_every_counter_of_its_path(server: EmbeddedServer, ran
     }
     assert after["lmcache_live_workers"] == after["lmcache_expected_workers"]
     assert after["cache_refused_reservations"] == {(): 0}  # a save that stores nothing
+
+
+def lookups(rank: Rank) -> int:
+    return sum(rank.metrics.snapshot()["cache_lookup_seconds"][()].counts)
+
+
+def test_a_lookup_is_timed_and_nothing_else_is(rank: Make) -> None:
+    """Of one that finds nothing too. A save asks what is there, on a thread of its own; a prefetch as well."""
+    one = rank("none")
+    chain = keys(4)
+    one.commit(chain[:2])
+    assert one.store.resident(chain) == 2
+    one.store.prefetch("r", chain)
+    assert lookups(one) == 0
+    for asked, found in ((chain, 2), (keys(3, "other"), 0)):
+        assert one.hits(asked) == found
+    assert lookups(one) == 2
 
 
 def test_any_thread_may_call(server: EmbeddedServer, rank: Make) -> None:
