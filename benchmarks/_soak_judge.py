@@ -89,23 +89,28 @@ def at_most(before: Sample, after: Sample, name: str, share: float) -> float:
 
 
 def stalls(before: Sample, after: Sample) -> dict[str, Any]:
-    """Milliseconds that a scheduling step spent in the cache between two scrapes, of steps that spent any; `load_wait_`:
-    what of it the launch of a batch waited for its loads.
+    """Milliseconds that a scheduling step spent in the cache between two scrapes, of steps with work there; `load_wait_`:
+    what of it the launch of a batch waited for its loads; `hold_`: of steps that only asked whether requests may run.
 
-    `max` is exact where the longest step since the server's start lies between the two; else it, and always the
-    quantiles, are upper bounds of buckets.
+    `max` is of all steps, idle ones too, and exact where the longest since the server's start lies between the two; else
+    it is the larger of the two kinds', and like the quantiles the upper bound of a bucket.
     """
     found: dict[str, Any] = {"steps": grown(before, after, "scheduler_stall_seconds_count")}
     for name, metric in (
         ("", "scheduler_stall_seconds"),
         ("running_", "scheduler_stall_running_seconds"),
+        ("hold_", "scheduler_hold_seconds"),
+        ("hold_running_", "scheduler_hold_running_seconds"),
         ("load_wait_", "cache_load_wait_seconds"),
     ):
         for quantile, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
             found[f"{name}{quantile}"] = _ms(at_most(before, after, metric, share))
     longest = total(after, "scheduler_stall_max_seconds")
-    if found["steps"] and longest > total(before, "scheduler_stall_max_seconds"):
+    if longest > total(before, "scheduler_stall_max_seconds"):
         found["max"] = round(1e3 * longest, 3)
+    else:
+        kinds = ("scheduler_stall_seconds", "scheduler_hold_seconds")
+        found["max"] = _ms(max(at_most(before, after, metric, 1.0) for metric in kinds))
     return found
 
 

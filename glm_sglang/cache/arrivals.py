@@ -75,6 +75,9 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._known
+
     def begin(
         self,
         rid: str,

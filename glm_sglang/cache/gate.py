@@ -28,9 +28,8 @@ def request_arrives(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
     linker = in_use()
     if linker is None or not linker.prefetches:
         return
-    with linker.stalls.measure():
-        if req.positional_embed_overrides is None and req.multimodal_inputs is None:
-            linker.request_arrives(scheduler.tree_cache, req)
+    if req.positional_embed_overrides is None and req.multimodal_inputs is None:
+        linker.request_arrives(scheduler.tree_cache, req)
 
 
 def build_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ from glm_sglang.cache.loads import Load, LoadQueue
 from glm_sglang.cache.rate import PrefillRate
 from glm_sglang.cache.recorder import Recorder
 from glm_sglang.cache.saves import SaveQueue
-from glm_sglang.cache.stalls import StallClock, running_clock
+from glm_sglang.cache.stalls import Kind, Observe, StallClock, running_clock
 from glm_sglang.cache.store import PageStore
 
 logger = logging.getLogger(__name__)
@@ -97,11 +97,16 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.recorder = parts.recorder
         recorder = parts.recorder
         running = running_clock() if parts.audit.on else None
+
+        def into(name: str) -> Observe:
+            return lambda seconds: recorder.observe(name, seconds)
+
         self.stalls = StallClock(
-            lambda seconds: recorder.observe("scheduler_stall_seconds", seconds),
+            into("scheduler_stall_seconds"),
+            held=into("scheduler_hold_seconds"),
             beside=None
             if running is None
-            else (lambda seconds: recorder.observe("scheduler_stall_running_seconds", seconds), running),
+            else (into("scheduler_stall_running_seconds"), into("scheduler_hold_running_seconds"), running),
         )
         self.layer_done_counter = parts.counter or HostLayerCounter(len(parts.device.layers))
         self.layer_done_counter.waiting = self._waiting_for_a_load
@@ -177,7 +182,7 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def start_layer_wise_loading(self) -> int:
         """Starts what is queued, as one batch; −1 where nothing is."""
-        with self.stalls.measure(poll=not self._queued):
+        with self.stalls.measure(Kind.WORK if self._queued else Kind.POLL):
             if not self._queued:
                 return -1
             loads, self._queued = list(self._queued.values()), {}
@@ -206,7 +211,8 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         load = self._queued.pop(rid, None)
         if load is None:
             return False
-        self._store.release(load.pages)
+        with self.stalls.measure():
+            self._store.release(load.pages)
         return True
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
@@ -223,14 +229,15 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         """Called once at the start of every scheduling step, which ends the pins of the step before."""
         self.stalls.step()
-        with self.stalls.measure(poll=True):
+        with self.stalls.measure(Kind.WORK if self._pins else Kind.POLL):
             for rid in list(self._pins):
                 self._drop_pin(rid)
             return self._saves.completed()
 
     def pop_completed_offload(self) -> bool:
         """The oldest save's result."""
-        return self._saves.pop()
+        with self.stalls.measure():
+            return self._saves.pop()
 
     def reset(self) -> None:
         """A flush: the device tree is empty, so the pool is emptied too; Valkey keeps what it has."""
@@ -257,35 +264,39 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        tokens = req.origin_input_ids + req.output_ids
-        key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
-        # Without a request the tree is walked and nothing else.
-        device_tokens = tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
-        self.arrivals.begin(
-            req.rid, tokens, req.extra_key, req.cache_salt, int(device_tokens) // self.page_tokens
-        )
+        with self.stalls.measure():
+            tokens = req.origin_input_ids + req.output_ids
+            key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
+            # Without a request the tree is walked and nothing else.
+            device_tokens = tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+            self.arrivals.begin(
+                req.rid, tokens, req.extra_key, req.cache_salt, int(device_tokens) // self.page_tokens
+            )
 
     def held_back(self, rids: Sequence[str], tree: Any) -> set[str]:
         """Of the waiting requests, those that go on waiting for their pages: the same on every rank."""
-        with self.stalls.measure(poll=True):
+        with self.stalls.measure(Kind.POLL):
             undecided = [rid for rid in rids if self.arrivals.undecided(rid)]
-            if not undecided:
-                return set()
+        if not undecided:
+            return set()
+        with self.stalls.measure(Kind.HOLD):
             ready = torch.tensor([self.arrivals.ready(rid) for rid in undecided], dtype=torch.int32)
         # Not measured: ranks that are not in step wait for each other at a step's first collective, whichever it is.
         tree._all_reduce_attn_groups(ready, torch.distributed.ReduceOp.MIN)
         held = set()
-        for rid, agreed in zip(undecided, ready.tolist(), strict=True):
-            if agreed:
-                self.arrivals.release(rid)
-            else:
-                held.add(rid)
+        with self.stalls.measure(Kind.HOLD):
+            for rid, agreed in zip(undecided, ready.tolist(), strict=True):
+                if agreed:
+                    self.arrivals.release(rid)
+                else:
+                    held.add(rid)
         return held
 
     def admitted(self, rids: Sequence[str]) -> None:
         """These requests are in a batch. Their loads are queued, and have pinned what they need."""
-        for rid in rids:
-            self.arrivals.forget(rid)
+        with self.stalls.measure(self._kind_of(rids)):
+            for rid in rids:
+                self.arrivals.forget(rid)
 
     def looks_around(self, now: float) -> bool:
         """Whether it is time for `present`: about once a second where anybody waits."""
@@ -296,7 +307,9 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def present(self, rids: Iterable[str]) -> None:
         """All requests that wait in the scheduler, now and then: what others hold would be held for ever."""
-        if lost := self.arrivals.keep(rids):
+        with self.stalls.measure(Kind.HOLD):
+            lost = self.arrivals.keep(rids)
+        if lost:
             logger.debug("cache: %d requests have left the scheduler's queues without a word", lost)
 
     def weights_change(self) -> None:
@@ -310,8 +323,9 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def request_gone(self, rid: str) -> None:
         """An aborted request: nothing of it is left here."""
-        self._drop_pin(rid)
-        self.arrivals.forget(rid)
+        with self.stalls.measure(self._kind_of([rid])):
+            self._drop_pin(rid)
+            self.arrivals.forget(rid)
 
     def tail_hashes(self, tokens: int, device_hit_tokens: int) -> list[str] | None:
         """Hashes of the pages of the prompt being matched, beyond its hit on the device; None where unknown."""
@@ -323,6 +337,11 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return names[first:last]
 
     # Inside.
+
+    def _kind_of(self, rids: Iterable[str]) -> Kind:
+        """Whether there is anything of these requests here."""
+        known = any(rid in self._pins or rid in self.arrivals for rid in rids)
+        return Kind.WORK if known else Kind.POLL
 
     def _digests(self, rid: str, names: Sequence[str]) -> list[bytes]:
         """The keys named: those made at arrival, where the names are theirs."""

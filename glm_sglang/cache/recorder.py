@@ -81,16 +81,32 @@ METRICS: tuple[Metric, ...] = (
         "scheduler_stall_seconds",
         "histogram",
         "time that a scheduling step spent in the cache, waits of the forward's launch for loads among it, of steps that "
-        "had anything to do with it",
+        "had work there",
+        buckets=_SECONDS,
+    ),
+    Metric(
+        "scheduler_hold_seconds",
+        "histogram",
+        "the same of steps that had no other work there than to ask whether requests that are held back may run",
         buckets=_SECONDS,
     ),
     Metric(
         "scheduler_stall_running_seconds",
         "histogram",
-        "the same without the time in which other threads had the cores; only with GLM_SGLANG_CACHE_AUDIT",
+        "scheduler_stall_seconds without the time in which other threads had the cores; only with GLM_SGLANG_CACHE_AUDIT",
         buckets=_SECONDS,
     ),
-    Metric("scheduler_stall_max_seconds", "gauge", "longest of these times"),
+    Metric(
+        "scheduler_hold_running_seconds",
+        "histogram",
+        "scheduler_hold_seconds without the time in which other threads had the cores; only with GLM_SGLANG_CACHE_AUDIT",
+        buckets=_SECONDS,
+    ),
+    Metric(
+        "scheduler_stall_max_seconds",
+        "gauge",
+        "longest time that any step, an idle one too, spent in the cache",
+    ),
 )
 
 

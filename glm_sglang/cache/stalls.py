@@ -7,41 +7,56 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 Clock = Callable[[], float]
+Observe = Callable[[float], None]
+
+
+class Kind(IntEnum):
+    """What a call is to its step, the least first."""
+
+    POLL = 0  # nothing was to be done, or nothing for us
+    HOLD = 1  # about requests that wait for their pages
+    WORK = 2
 
 
 class StallClock:
     """Adds up the time that one scheduler step spends in our calls. Scheduler thread only.
 
-    `observe` gets the total of each step in which something was done besides polling: idle polls would make
-    any percentile look good. What the launch of a forward waits for its loads is part of it: on a GPU until their copies
-    are queued (until they are done where the forward does not wait for them itself), on a CPU until they are done.
+    `observe` gets the total of each step with `WORK`, `held` of each of the others with `HOLD`: a scheduler without a
+    batch makes thousands of steps a second, and those that only ask whether requests may run would make any percentile
+    of the former look good. Of idle ones, which only polled, there is `longest`, as of all.
 
-    beside: a second observer and its clock, for the same calls and steps.
+    What the launch of a forward waits for its loads is part of it: on a GPU until their copies are queued (until they
+    are done where the forward does not wait for them itself), on a CPU until they are done.
+
+    beside: observers of the same calls and steps by a second clock.
     """
 
     def __init__(
         self,
-        observe: Callable[[float], None],
-        clock: Clock = time.perf_counter,
+        observe: Observe,
         *,
-        beside: tuple[Callable[[float], None], Clock] | None = None,
+        held: Observe,
+        clock: Clock = time.perf_counter,
+        beside: tuple[Observe, Observe, Clock] | None = None,
     ) -> None:
-        self._observe = observe
+        self._observers = {Kind.WORK: observe, Kind.HOLD: held}
         self._clock = clock
-        self._beside = beside
+        self._beside = {Kind.WORK: beside[0], Kind.HOLD: beside[1]} if beside is not None else {}
+        self._clock_beside = beside[2] if beside is not None else None
         self._total = self._total_beside = 0.0
-        self._worked = False
+        self._kind = Kind.POLL
         self._depth = 0
         self.longest = 0.0
 
     @contextmanager
-    def measure(self, *, poll: bool = False) -> Iterator[None]:
-        """Around one call. Calls within calls count once."""
+    def measure(self, kind: Kind = Kind.WORK) -> Iterator[None]:
+        """Around one call. Calls within calls count once; a step is of the kind of the most that was done in it."""
         self._depth += 1
         outermost = self._depth == 1
-        beside = self._beside[1]() if outermost and self._beside is not None else 0.0
+        beside = self._clock_beside() if outermost and self._clock_beside is not None else 0.0
         began = self._clock() if outermost else 0.0
         try:
             yield
@@ -49,18 +64,18 @@ class StallClock:
             self._depth -= 1
             if outermost:
                 self._total += self._clock() - began
-                if self._beside is not None:
-                    self._total_beside += self._beside[1]() - beside
-            self._worked |= not poll
+                if self._clock_beside is not None:
+                    self._total_beside += self._clock_beside() - beside
+            self._kind = max(self._kind, kind)
 
     def step(self) -> None:
         """A new step begins."""
-        if self._worked:
-            self._observe(self._total)
-            self.longest = max(self.longest, self._total)
-            if self._beside is not None:
-                self._beside[0](self._total_beside)
-        self._total, self._total_beside, self._worked = 0.0, 0.0, False
+        self.longest = max(self.longest, self._total)
+        if self._kind is not Kind.POLL:
+            self._observers[self._kind](self._total)
+            if self._beside:
+                self._beside[self._kind](self._total_beside)
+        self._total, self._total_beside, self._kind = 0.0, 0.0, Kind.POLL
 
 
 def running_clock() -> Clock | None:

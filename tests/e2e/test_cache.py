@@ -327,8 +327,26 @@ QUIET = {
     "cache_save_queue_pages",
     "cache_store_failures",
     "cache_waiting_requests",
+    "scheduler_hold_running_seconds",
     "scheduler_stall_running_seconds",
 }
+
+
+def test_a_lookup_is_timed_and_a_save_is_none(pair: Cached) -> None:
+    """Of a prompt of one page nothing can be restored, as its last token is computed: it is saved, not looked up."""
+
+    def counts() -> tuple[float, float]:
+        metrics = Metrics(pair.prefill.url)
+        return metrics.sum("cache_lookup_seconds_count"), metrics.sum("cache_offload_pages_total")
+
+    saved(pair.prefill.url)
+    lookups, pages = counts()
+    pair.ask(prompt(PAGE, 50))
+    saved(pair.prefill.url)
+    assert counts() == (lookups, pages + 1)
+    pair.ask(prompt(PAGE + 1, 51))
+    saved(pair.prefill.url)
+    assert counts()[0] > lookups
 
 
 def test_every_counter_moves_or_is_there(pair: Cached) -> None:
@@ -366,6 +384,7 @@ def test_every_counter_moves_or_is_there(pair: Cached) -> None:
         ("cache_pool_bytes", {"state": "resident"}),
         ("cache_prefill_tokens_per_second", {}),
         ("cache_load_bytes_per_second", {}),
+        ("scheduler_hold_seconds_count", {}),
         ("scheduler_stall_seconds_count", {}),
         ("scheduler_stall_max_seconds", {}),
         ("lmcache_live_workers", {}),

@@ -126,6 +126,18 @@ def test_the_longest_stall_of_the_load_alone() -> None:
     assert judge.stalls(before, after)["max"] is None
 
 
+def test_a_step_that_only_held_requests_back_is_a_stall_too() -> None:
+    """Of those of work the quantiles are untouched, however many there are; the longest is one."""
+    before, after = scrape(0.5, ("0.001", 10), ("+Inf", 10)), scrape(0.5, ("0.001", 110), ("+Inf", 110))
+    for bound, count in (("0.003", 9_900), ("0.3", 10_000), ("+Inf", 10_000)):
+        after[f'scheduler_hold_seconds_bucket{{le="{bound}",rank="0"}}'] = count
+    found = judge.stalls(before, after)
+    assert (found["steps"], found["p99"], found["hold_p99"]) == (100, 1.0, 3.0)
+    assert found["max"] == found["hold_max"] == 300.0
+    after['scheduler_stall_max_seconds{rank="0"}'] = 2  # of an idle step
+    assert judge.stalls(before, after)["max"] == 2000.0
+
+
 def test_what_a_launch_waits_for_its_loads_is_told_apart() -> None:
     before, after = scrape(0.0), scrape(0.0)
     for bound, count in (("0.003", 99), ("0.3", 100), ("+Inf", 100)):

@@ -82,7 +82,7 @@ def test_what_the_launch_of_a_forward_waits_for_its_load_is_a_stall(make_tree: M
     saved(tree, tokens)
     now = [0.0]
     steps: list[float] = []
-    tree.linker.stalls = StallClock(steps.append, clock=lambda: now[0])
+    tree.linker.stalls = StallClock(steps.append, held=steps.append, clock=lambda: now[0])
     tree.copier.may_load.clear()
     req = tree.request([*tokens, 7])
     tree.match(req)
@@ -296,16 +296,111 @@ def test_a_flush_empties_the_pool_and_keeps_the_remote_tier(make_tree: MakeTree)
     assert tree.match(tree.request([*prompt(4), 7])) == (0, 0)
 
 
+def observed(tree: Tree) -> tuple[int, int]:
+    """Steps with work, and others that held requests back."""
+    found: Any = tree.recorder.table.snapshot()
+    work, held = (found[f"scheduler_{name}_seconds"][()].counts for name in ("stall", "hold"))
+    return sum(work), sum(held)
+
+
 def test_what_a_step_spends_here_is_measured(make_tree: MakeTree) -> None:
     tree = make_tree()
+    for _ in range(100):
+        tree.step()
+    assert observed(tree) == (0, 0)  # idle
     saved(tree, prompt(4))
-    counted = sum(tree.recorder.table.snapshot()["scheduler_stall_seconds"][()].counts)  # type: ignore[union-attr]
-    assert counted == 1  # the step with the save; polls are left out
+    tree.step()
+    work = observed(tree)[0]
+    assert work == 2  # the steps with the save and with its result
     tree.match(tree.request([*prompt(4), 7]))
-    tree.step()
-    tree.step()
-    assert sum(tree.recorder.table.snapshot()["scheduler_stall_seconds"][()].counts) == counted + 1  # type: ignore[union-attr]
+    for _ in range(10):
+        tree.step()
+    assert observed(tree) == (work + 2, 0)  # those of the lookup and of the end of its pins
     assert tree.linker.stalls.longest > 0
+
+
+@pytest.fixture
+def slow(make_tree: MakeTree) -> tuple[Tree, Callable[[str, Any], None], list[float], list[float]]:
+    """A tree whose stalls are measured by a clock that moves in calls made slow, and at no other time."""
+    tree = make_tree(wait_s=None)
+    tree.store.manual = True
+    now = [0.0]
+    work: list[float] = []
+    held: list[float] = []
+    tree.linker.stalls = StallClock(work.append, held=held.append, clock=lambda: now[0])
+
+    def slow_down(name: str, owner: Any) -> None:
+        call = getattr(owner, name)
+
+        def slowly(*args: Any, **more: Any) -> Any:
+            now[0] += 1.0
+            return call(*args, **more)
+
+        setattr(owner, name, slowly)
+
+    return tree, slow_down, work, held
+
+
+def test_a_step_that_only_holds_requests_back_is_measured(slow: Any) -> None:
+    """Five polls of a second for each of two requests, while nothing comes from a store; then nobody waits."""
+    tree, slow_down, work, held = slow
+    requests = [tree.request([*prompt(4, seed), 7]) for seed in range(2)]
+    rids = {req.rid for req in requests}
+    for req in requests:
+        tree.linker.request_arrives(tree.cache, req)
+    tree.step()
+    assert (work.pop(), held) == (0.0, [])
+    slow_down("ready", tree.linker.arrivals)
+    for _ in range(5):
+        assert tree.linker.held_back(sorted(rids), tree.cache) == rids
+        tree.step()
+    assert (work, held) == ([], [2.0] * 5)
+    assert tree.linker.stalls.longest == 2.0
+    tree.linker.arrivals.clear()
+    for _ in range(100):
+        assert tree.linker.held_back(sorted(rids), tree.cache) == set()
+        tree.step()
+    assert (work, held) == ([], [2.0] * 5)
+
+
+def test_a_slow_poll_of_an_idle_step_is_the_longest(slow: Any) -> None:
+    tree, slow_down, work, held = slow
+    slow_down("completed", tree.linker._saves)
+    for _ in range(3):
+        tree.step()
+    assert (work, held, tree.linker.stalls.longest) == ([], [], 1.0)
+
+
+@pytest.mark.parametrize("end", ["admitted", "request_gone", "present"])
+def test_the_end_of_a_request_here_is_measured(slow: Any, end: str) -> None:
+    """It takes the tiers' locks and wakes their loop. Of one that nobody knows there is nothing to measure."""
+    tree, slow_down, work, held = slow
+    req = tree.request([*prompt(4), 7])
+    tree.linker.request_arrives(tree.cache, req)
+    tree.step()
+    work.clear()
+    slow_down("cancel", tree.store)
+    call: Any = {
+        "admitted": lambda rid: tree.linker.admitted([rid]),
+        "request_gone": tree.linker.request_gone,
+        "present": lambda rid: tree.linker.present([]),
+    }[end]
+    call(req.rid)
+    tree.step()
+    assert (work, held) == (([], [1.0]) if end == "present" else ([1.0], []))
+    for number in range(100):
+        if end != "present":
+            call(f"unknown {number}")
+        tree.step()
+    assert len(work) + len(held) == 1
+
+
+def test_a_request_that_comes_is_measured(slow: Any) -> None:
+    tree, slow_down, work, _ = slow
+    slow_down("match_prefix", tree.cache)
+    tree.linker.request_arrives(tree.cache, tree.request([*prompt(4), 7]))
+    tree.step()
+    assert work == [1.0]
 
 
 @pytest.mark.alone

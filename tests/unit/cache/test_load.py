@@ -18,7 +18,7 @@ import pytest
 from glm_connectors.tiers.pool import OWNERS
 
 from glm_sglang.cache.slots import page_numbers
-from glm_sglang.cache.stalls import StallClock
+from glm_sglang.cache.stalls import Kind, StallClock
 from tests.unit.cache.tree import PAGE, Tree, expected_page
 
 AT_ONCE, A_STEP = 512, 16
@@ -32,12 +32,16 @@ class TwoClocks:
     def __init__(self) -> None:
         self.wall: list[float] = []
         self.thread: list[float] = []
-        self._clocks = (StallClock(self.wall.append), StallClock(self.thread.append, time.thread_time))
+        self.held_thread: list[float] = []  # of steps that only held requests back
+        self._clocks = (
+            StallClock(self.wall.append, held=lambda _: None),
+            StallClock(self.thread.append, held=self.held_thread.append, clock=time.thread_time),
+        )
         self.longest = 0.0
 
     @contextmanager
-    def measure(self, *, poll: bool = False) -> Iterator[None]:
-        with self._clocks[0].measure(poll=poll), self._clocks[1].measure(poll=poll):
+    def measure(self, kind: Kind = Kind.WORK) -> Iterator[None]:
+        with self._clocks[0].measure(kind), self._clocks[1].measure(kind):
             yield
 
     def step(self) -> None:
@@ -152,3 +156,5 @@ def test_many_requests_and_a_tenth_aborted(node: Callable[..., Tree], requests: 
     assert len(clocks.thread) > requests / A_STEP / 2
     assert sorted(clocks.thread)[int(0.99 * len(clocks.thread))] < 0.005
     assert sorted(clocks.wall)[len(clocks.wall) // 2] < 0.005
+    assert clocks.held_thread
+    assert sorted(clocks.held_thread)[int(0.99 * len(clocks.held_thread))] < 0.005

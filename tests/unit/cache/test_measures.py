@@ -15,20 +15,20 @@ import torch
 
 from glm_sglang.cache.audit import Audit, mismatches
 from glm_sglang.cache.rate import PrefillRate
-from glm_sglang.cache.stalls import StallClock, running_clock
+from glm_sglang.cache.stalls import Kind, StallClock, running_clock
 
 
 def test_a_step_is_the_sum_of_its_calls_and_idle_polls_are_none() -> None:
     now = 0.0
     steps: list[float] = []
-    clock = StallClock(steps.append, clock=lambda: now)
-    for took, poll in ((0.25, False), (0.5, True), (0.125, False)):
-        with clock.measure(poll=poll):
+    clock = StallClock(steps.append, held=lambda _: pytest.fail("nobody was held"), clock=lambda: now)
+    for took, kind in ((0.25, Kind.WORK), (0.5, Kind.POLL), (0.125, Kind.WORK)):
+        with clock.measure(kind):
             now += took
         now += 10.0  # SGLang's own work
     clock.step()
-    with clock.measure(poll=True):
-        now += 1.0
+    with clock.measure(Kind.POLL):
+        now += 0.5
     clock.step()  # polled only
     with clock.measure(), clock.measure():
         now += 0.0625  # a call within a call
@@ -37,11 +37,54 @@ def test_a_step_is_the_sum_of_its_calls_and_idle_polls_are_none() -> None:
     assert clock.longest == 0.875
 
 
+def test_an_idle_poll_that_takes_long_is_the_longest() -> None:
+    """It is in no histogram: thousands a second would say that all others are short."""
+    now = 0.0
+    clock = StallClock(
+        lambda _: pytest.fail("no work"), held=lambda _: pytest.fail("none"), clock=lambda: now
+    )
+    for took in (0.001, 2.0, 0.001):
+        with clock.measure(Kind.POLL):
+            now += took
+        clock.step()
+    assert clock.longest == 2.0
+
+
+def test_steps_that_only_hold_requests_back_stand_apart() -> None:
+    """Five of 0.75 s; in the sixth there is work as well."""
+    now = 0.0
+    steps: list[float] = []
+    holds: list[float] = []
+    others: list[float] = []
+    clock = StallClock(
+        steps.append,
+        held=holds.append,
+        clock=lambda: now,
+        beside=(others.append, others.append, lambda: 2 * now),
+    )
+    for number in range(6):
+        with clock.measure(Kind.POLL):
+            now += 0.25
+        with clock.measure(Kind.HOLD):
+            now += 0.5
+        if number == 5:
+            with clock.measure():
+                now += 1.0
+        clock.step()
+    assert (steps, holds, clock.longest) == ([1.75], [0.75] * 5, 1.75)
+    assert others == [1.5] * 5 + [3.5]
+
+
 def test_a_second_clock_measures_the_same_calls() -> None:
     now, other = 0.0, 0.0
     steps: list[float] = []
     others: list[float] = []
-    clock = StallClock(steps.append, clock=lambda: now, beside=(others.append, lambda: other))
+    clock = StallClock(
+        steps.append,
+        held=steps.append,
+        clock=lambda: now,
+        beside=(others.append, others.append, lambda: other),
+    )
     for _ in range(2):
         with clock.measure(), clock.measure():
             now, other = now + 0.5, other + 0.25
@@ -88,7 +131,7 @@ def test_the_running_clock_stands_while_another_process_has_the_core() -> None:
 def test_a_call_that_raises_is_measured_too() -> None:
     now = 0.0
     steps: list[float] = []
-    clock = StallClock(steps.append, clock=lambda: now)
+    clock = StallClock(steps.append, held=steps.append, clock=lambda: now)
     try:
         with clock.measure():
             now += 0.5
