@@ -111,6 +111,27 @@ def test_a_deadline_counts_from_when_it_could_first_run() -> None:
     setup.arrivals.close()
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("wait_s", [0.25, 2.0])
+def test_a_deadline_is_met_to_the_tick(wait_s: float, hashed: bool) -> None:
+    """Whatever its prefetch is doing: not a moment earlier, and no later than at the moment itself."""
+    setup = Setup(wait_s)
+    blocked = threading.Event()
+    if not hashed:
+        setup.store.prefetch = lambda rid, keys: blocked.wait(10)  # type: ignore[method-assign, assignment, return-value]
+    setup.begin("a")
+    if hashed:
+        setup.hashed("a")
+    asked = setup.now
+    assert not setup.arrivals.ready("a")
+    setup.now = asked + wait_s - 2.0**-20  # exact in binary, as all numbers here
+    assert not setup.arrivals.ready("a")
+    setup.now = asked + wait_s
+    assert setup.arrivals.ready("a")
+    blocked.set()
+    setup.arrivals.close()
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.2, None])
 def test_only_who_has_a_deadline_and_missed_it_counts_as_late(wait_s: float | None) -> None:
     """A request that is never held back has none, however long it has been here; nor has one that is always."""

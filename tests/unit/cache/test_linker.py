@@ -371,6 +371,31 @@ def test_a_slow_poll_of_an_idle_step_is_the_longest(slow: Any) -> None:
     assert (work, held, tree.linker.stalls.longest) == ([], [], 1.0)
 
 
+def test_who_reaches_its_deadline_runs_in_the_first_step_from_then_on(make_tree: MakeTree) -> None:
+    """Steps of uneven length; each request could first run in another one, and has 2 s from there."""
+    tree = make_tree(wait_s=2.0)
+    tree.store.manual = True
+    now = [0.0]
+    tree.linker.arrivals._clock = lambda: now[0]
+    waiting: list[str] = []
+    due: dict[str, float] = {}
+    released: dict[str, float] = {}
+    steps = [0.0, 0.25, 1.0, 1.5, 2.0, 2.125, 2.5, 3.125, 3.75, 4.0, 9.0]
+    for number, now[0] in enumerate(steps):
+        tree.step()
+        if number < 4:
+            req = tree.request([*prompt(4, number), 7])
+            tree.linker.request_arrives(tree.cache, req)
+            waiting.append(req.rid)
+            due[req.rid] = min(step for step in steps if step >= now[0] + 2.0)
+        held = tree.linker.held_back(waiting, tree.cache)
+        released |= {rid: now[0] for rid in waiting if rid not in held}
+        waiting = [rid for rid in waiting if rid in held]
+    assert released == due
+    assert list(due.values()) == [2.0, 2.5, 3.125, 3.75]
+    assert tree.recorder.table["cache_expired_waits"] == 4
+
+
 @pytest.mark.parametrize("end", ["admitted", "request_gone", "present"])
 def test_the_end_of_a_request_here_is_measured(slow: Any, end: str) -> None:
     """It takes the tiers' locks and wakes their loop. Of one that nobody knows there is nothing to measure."""

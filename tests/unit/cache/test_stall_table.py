@@ -6,7 +6,6 @@ of a request and in the middle of a reply: a real Valkey behind a proxy, the arr
 
 from __future__ import annotations
 
-import statistics
 import time
 from array import array
 from collections.abc import Iterator
@@ -60,25 +59,41 @@ class Node:
         self.proxy.close()
 
     def ask(self, tokens: list[array[int]]) -> tuple[list[float], int]:
-        """All at once: (seconds until each might be admitted, pages that were in the pool at the end)."""
-        began: dict[str, float] = {}
-        for number, ids in enumerate(tokens):
-            began[f"r{number}"] = time.monotonic()
-            self.arrivals.begin(f"r{number}", ids, None, None, 0)
+        """All at once: (of each that reached its deadline, the seconds that our code kept it then; pages that were in the
+        pool at the end).
+
+        Whatever else the machine does: who is asked about after its deadline may run, and before it only whose pages
+        have come, or never will.
+        """
+        rids = [f"r{number}" for number in range(len(tokens))]
+        for rid, ids in zip(rids, tokens, strict=True):
+            self.arrivals.begin(rid, ids, None, None, 0)
         known = dict(self.arrivals._known)
-        waits: dict[str, float] = {}
-        while len(waits) < len(tokens):
-            for rid in began.keys() - waits.keys():
-                if self.arrivals.ready(rid):
-                    waits[rid] = time.monotonic() - began[rid]
-                    self.arrivals.release(rid)
+        deadlines: dict[str, tuple[float, float]] = {}  # no earlier, and no later
+        reached: list[float] = []
+        waiting = set(rids)
+        while waiting:
+            for rid in sorted(waiting):
+                began = time.monotonic()
+                may_run = self.arrivals.ready(rid)
+                ended = time.monotonic()
+                earliest, latest = deadlines.setdefault(rid, (began + DEADLINE, ended + DEADLINE))
+                assert may_run or began < latest, f"held back {began - latest:.3f} s after its deadline"
+                if not may_run:
+                    continue
+                ticket = known[rid].ticket
+                assert ended >= earliest or (ticket is not None and ticket.done)
+                self.arrivals.release(rid)
+                waiting.remove(rid)
+                if began >= latest:
+                    reached.append(time.monotonic() - began)
             time.sleep(0.0002)  # a scheduler has other things to do as well
         for arrival in known.values():  # what happens to a prefetch after its request was admitted
             until(lambda arrival=arrival: arrival.ticket is not None)  # type: ignore[misc]
             assert arrival.ticket.wait(PATIENCE)  # type: ignore[union-attr]
-        for rid in began:
+        for rid in rids:
             self.arrivals.forget(rid)
-        return list(waits.values()), sum(self.reader.hits(chain(ids, PAGE)) for ids in tokens)
+        return reached, sum(self.reader.hits(chain(ids, PAGE)) for ids in tokens)
 
     def healthy(self) -> None:
         self.proxy.fault = None
@@ -99,17 +114,18 @@ def stalling(valkey: EmbeddedServer) -> Iterator[Node]:
 def test_a_stall_costs_the_deadline_at_most(
     where: Literal["connect", "request", "reply"], stalling: Node
 ) -> None:
-    """Half of the requests within 5 ms of the deadline, none far beyond it.
+    """Who reaches it runs at the next look, which takes 5 ms at most, and who does not has its pages (`Node.ask`).
 
-    A machine that runs other things too may stop for seconds, and is tried again; a request that waits for the store
-    does so each time: the first operation is always one of those that stall. Pages that came are the right ones, a stall
-    below the client's timeout loses none, and after a cell the store serves.
+    A machine that runs other things too may stop for seconds, and a cell is tried again: a look that waits for the store
+    does so each time, as the first operation is always one of those that stall, and somebody reaches a deadline that is
+    shorter. Pages that came are the right ones, a stall below the client's timeout loses none, and after a cell the
+    store serves.
     """
     cells = [(seconds, every) for seconds in STALLS for every in (100, 5)]
     stalling.healthy()
     for cell, (seconds, every) in enumerate(cells):
         for again in range(TRIES):
-            waits, hits = one_try(stalling, Fault("stall", where, seconds, every), prompts(cell, again))
+            reached, hits = one_try(stalling, Fault("stall", where, seconds, every), prompts(cell, again))
             if where != "connect":
                 if seconds < TIMEOUT:
                     assert hits == 2 * REQUESTS, (seconds, every)
@@ -117,19 +133,19 @@ def test_a_stall_costs_the_deadline_at_most(
                     assert hits < 2 * REQUESTS, (seconds, every)
                     assert every == 5 or hits >= REQUESTS, (seconds, every)
             stalling.healthy()
-            if in_time(waits):
+            if in_time(reached, seconds):
                 break
-        assert in_time(waits), (seconds, every, waits)
+        assert in_time(reached, seconds), (seconds, every, reached)
     until(stalling.reader.idle)
     assert set(stalling.reader.metrics.snapshot()["cache_bad_values"].values()) == {0}
 
 
-def in_time(waits: list[float]) -> bool:
-    return statistics.median(waits) <= DEADLINE + ADDED and max(waits) <= DEADLINE + 0.5
+def in_time(reached: list[float], stall: float) -> bool:
+    return all(added <= ADDED for added in reached) and bool(reached or stall <= DEADLINE)
 
 
 def one_try(stalling: Node, fault: Fault, asked: list[array[int]]) -> tuple[list[float], int]:
-    """All requests under a fault: each one's seconds, and how many pages were in the pool."""
+    """All requests under a fault; as `Node.ask`."""
     for ids in asked:  # straight to Valkey
         stalling.writer.commit(chain(ids, PAGE))
     until(lambda: stalling.writer.metrics["cache_save_queue_pages"] == 0)
@@ -138,11 +154,11 @@ def one_try(stalling: Node, fault: Fault, asked: list[array[int]]) -> tuple[list
     if fault.where == "connect":  # every connection has to be made again
         stalling.proxy.vanish()
         stalling.proxy.listen()
-    waits: list[float] = []
+    reached: list[float] = []
     hits = 0
     for start in range(0, REQUESTS, AT_ONCE):
         more, found = stalling.ask(asked[start : start + AT_ONCE])
-        waits += more
+        reached += more
         hits += found
     assert fault.hits, (fault.seconds, fault.every)
-    return waits, hits
+    return reached, hits
