@@ -135,3 +135,26 @@ def test_graphs_are_held_against_eager_as_often_as_said() -> None:
         sum(kind["other_tokens"] for kind in alone),
         sum(kind["prompts"] for kind in alone),
     ]
+
+
+def test_what_leaving_callers_cost_either_executor() -> None:
+    found = result("cpu/executor_survival")
+    said = re.search(
+        r"(\S+) jobs on each of its two executors, (\d+) % of the callers leave: (\d) of (\d) workers live, "
+        r"no byte lost, no wrong reply\. Unrepaired the last worker dies within (\S+) jobs \(coroutines\) and (\S+) \(threads\); "
+        r".*? and (\S+) and (\S+) puts send",
+        README,
+    )
+    assert said
+    runs = [found["by_executor"][executor] for executor in ("coroutines", "threads")]
+    assert [int(word.replace(",", "")) for word in said.groups()] == [
+        found["jobs"],
+        round(100 * found["cancel"]),
+        found["live_workers"],
+        found["expected_workers"],
+        *(run["unrepaired"]["jobs_submitted"] for run in runs),
+        *(run["guard_alone"]["corrupt_puts"] for run in runs),
+    ]
+    assert found["leaked_bytes"] == found["wrong_replies"] == found["corrupt_puts"] == 0
+    assert [run["unrepaired"]["live_workers"] for run in runs] == [0, 0]
+    assert {run["guard_alone"]["live_workers"] for run in runs} == {found["expected_workers"]}
