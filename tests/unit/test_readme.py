@@ -141,8 +141,8 @@ def test_what_leaving_callers_cost_either_executor() -> None:
     found = result("cpu/executor_survival")
     said = re.search(
         r"(\S+) jobs on each of its two executors, (\d+) % of the callers leave: (\d) of (\d) workers live, "
-        r"no byte lost, no wrong reply\. Unrepaired the last worker dies within (\S+) jobs \(coroutines\) and (\S+) \(threads\); "
-        r".*? and (\S+) and (\S+) puts send",
+        r"no byte lost, no wrong reply\. Unrepaired the last worker dies within (\S+) jobs \(coroutines\) and "
+        r"(\S+) \(threads\); .*? and (\S+) and (\S+) puts send",
         README,
     )
     assert said
