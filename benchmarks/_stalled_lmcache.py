@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 
 from benchmarks import executor_cascade
+from benchmarks._stalled_signals import Longest
 from benchmarks._stalled_turns import Stalls, Turn, figures, schedule, send
 
 # Seconds that its reads may take (blocking_timeout_secs): the article has 2, 10 is LMCache's default, and only 1 is less
@@ -96,6 +97,10 @@ class Load:
             self.nodes[1].store(conversation, 0, executor_cascade.CHUNKS)  # recomputed
         self.nodes[1].store(conversation, executor_cascade.CHUNKS, 1)  # what the second turn adds
 
+    def queued(self) -> int:
+        """Jobs in both nodes' executors that no worker has begun."""
+        return sum(node.executor._queue.qsize() for node in self.nodes)
+
     def _reuse(self, node: int, conversation: int) -> int:
         name = f"{node}-{conversation}"
         self.nodes[node].lookup(name, conversation, executor_cascade.CHUNKS)
@@ -117,7 +122,9 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
 
     arrivals = schedule(args.turns, args.rate, 1, args.think, args.spread, args.seed)
     stalls = Stalls(args.pid, args.stall, args.period)
+    queues = Longest(load.queued, executor_cascade.SAMPLE)
     stalls.start()
+    queues.start()
     try:
         send(
             [(c.first, partial(start, load.first, c.number)) for c in arrivals]
@@ -128,6 +135,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
             thread.join(max(0.0, ends - time.monotonic()))
     finally:
         stalls.end()
+        queue_most = queues.end()
     with load.lock:
         turns = list(load.turns)
     found = figures(turns, stalls.intervals, CACHEABLE, float(args.timeout))
@@ -140,6 +148,8 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
         "expected_workers": 8,
         "timeouts": load.timeouts["timeouts"],
         "zero_stores": sum(int(sample["zero_stores"]) for sample in last),
+        "queue_most": queue_most,
+        "queue_at_end": load.queued(),
         "pinned_at_end": max(sample["pinned"] for sample in last),
         "wrong_chunks": load.wrong,
     }

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import orjson
 
+from benchmarks import _stalled_signals as signals
 from benchmarks._stalled_turns import Conversation, Stalls, Turn, figures, schedule, send, times
 
 PAGE = 64
@@ -33,6 +34,7 @@ SERVER = (
     *("--chunked-prefill-size", "1024", "--glm-cache-pool-gb", "0.5"),
 )
 _SCRAPED_EVERY = 1.2  # seconds; the servers bring their metrics up to date once a second
+_QUEUES_READ_EVERY = 2.1  # seconds: no part of a period of stalls, so that some are read late in one
 
 _LEFT_ALONE = 30.0  # seconds that a store which is there is left alone, at most
 _SETTLING = 1_000  # salt of prompts that belong to no run
@@ -153,12 +155,15 @@ class Bench:
         self._settle()
         before = [self.metrics(server) for server in range(len(self.servers))]
         stalls = Stalls(self.valkey.pid, stall, args.period)
+        queues = signals.Longest(self._queued, _QUEUES_READ_EVERY)
         began = time.monotonic()
         stalls.start()
+        queues.start()
         try:
             firsts, seconds, late = self._send(arrivals, salt)
         finally:
             stalls.end()
+            queue_most = queues.end()
         took = time.monotonic() - began
         after = [self.metrics(server) for server in range(len(self.servers))]
         arms: dict[str, Any] = {}
@@ -181,6 +186,11 @@ class Bench:
             "scheduler_stall_by_the_wall_p99_ms": self._p99_ms(before, after, "scheduler_stall_seconds"),
             "dropped_saves": moved(before, after, "cache_dropped_saves_total"),
             "failed_operations": moved(before, after, "cache_store_failures_total"),
+            "zero_stores": sum(moved(before, after, name) for name in signals.ZERO_STORES),
+            "queue_most": queue_most,
+            "queue_at_end": signals.gauge(after, signals.QUEUE),
+            "live_workers": signals.gauge(after, "lmcache_live_workers"),
+            "expected_workers": signals.gauge(after, "lmcache_expected_workers"),
             "by_wait": arms,
         }
         if len(seconds) > 1:
@@ -261,6 +271,13 @@ class Bench:
         """Our samples of one scrape, by name and labels."""
         if server == 0:
             time.sleep(_SCRAPED_EVERY)
+        return self._scrape(server)
+
+    def _queued(self) -> int:
+        """Jobs that wait in the servers' executors for a worker, those whose caller has left apart."""
+        return signals.gauge([self._scrape(server) for server in range(len(self.servers))], signals.QUEUE)
+
+    def _scrape(self, server: int) -> Sample:
         found: Sample = Counter()
         for line in self.clients[server].get("/metrics").text.splitlines():
             if line.startswith("glm_sglang:"):

@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks import _stalled_signals
 from benchmarks._stalled_servers import Bench
 
 STALLS = (0.0, 0.5, 1.5, 3.0)
@@ -43,6 +44,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             point["scheduler_stall_by_the_wall_p99_ms"] for point in points
         ),
         "answers_that_differ": sum(point["answers_that_differ"] for point in points),
+        **_stalled_signals.worst(points),
         **pages,
         "points": points,
     }

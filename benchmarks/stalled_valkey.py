@@ -12,8 +12,9 @@ moments. The first B, and A, have the server's default, or `--wait`.
 Checked: every page that was loaded has the bytes under which some server saved it; sampled answers are transformers';
 servers B, some of which miss where others hit, answer alike. What the cache's calls take of a step of the scheduler's
 thread is the upper bound of the histogram's bucket that holds p99, of the worst server: without the time in which the
-thread could run and had no core (`scheduler_stall_p99_ms`), and with it (`…by_the_wall…`). Servers, clients and Valkey
-share the machine.
+thread could run and had no core (`scheduler_stall_p99_ms`), and with it (`…by_the_wall…`). The article's two signals
+stand with every run, ours and LMCache's: stores of nothing (`zero_stores`), and the jobs in executors' queues, the most
+that was seen and at the run's end. Servers, clients and Valkey share the machine.
 
 `--sweep TURNS` instead: stall length, conversations together, deadline; with `--save` also its plot.
 """
@@ -25,7 +26,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks import _result, _stalled_lmcache, _stalled_sweep
+from benchmarks import _result, _stalled_lmcache, _stalled_signals, _stalled_sweep
 from benchmarks._stalled_servers import Bench, deadline_s
 
 
@@ -50,6 +51,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "scheduler_stall_by_the_wall_p99_ms": max(
             run["scheduler_stall_by_the_wall_p99_ms"] for run in runs.values()
         ),
+        **_stalled_signals.worst(list(runs.values())),
         **pages,
         "wait": args.wait,
         "deadline_s": deadline_s(args.wait),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
 
 from benchmarks import _stalled_servers as servers
+from benchmarks import _stalled_signals as signals
 from benchmarks import _stalled_turns as turns
 
 
@@ -81,3 +83,45 @@ def test_hits_of_turns_that_a_stall_met_stand_apart() -> None:
         [], stalls, cacheable=256, deadline=0.5
     )  # an executor that has died answers no turn
     assert (nobody["hit_rate"], nobody["hit_rate_possible"], nobody["ttft_s"]) == (None, None, {})
+
+
+def test_the_longest_queue_of_a_run_is_kept_and_what_reading_raises_is_raised() -> None:
+    depths, read = [0, 7, 3], threading.Event()
+
+    def depth() -> int:
+        if not depths:
+            read.set()
+            return 1
+        return depths.pop(0)
+
+    queues = signals.Longest(depth, every=0.0)
+    queues.start()
+    assert read.wait(60)
+    assert queues.end() == 7
+    broken = signals.Longest(lambda: signals.gauge([Counter()], signals.QUEUE), every=0.0)
+    broken.start()
+    broken.join()
+    with pytest.raises(RuntimeError, match="no server has lmcache_queue_depth"):
+        broken.end()
+
+
+def test_a_gauge_is_the_sum_over_ranks_and_servers_and_of_no_other_name() -> None:
+    first = Counter({'lmcache_queue_depth{rank="0"}': 2, 'lmcache_queue_depth{rank="1"}': 3})
+    second = Counter({'lmcache_queue_depth{rank="0"}': 4, 'lmcache_queue_depths{rank="0"}': 100})
+    assert signals.gauge([first, second], signals.QUEUE) == 9
+    assert signals.gauge([Counter({'lmcache_queue_depth{rank="0"}': 0})], signals.QUEUE) == 0
+
+
+def test_the_signals_of_several_runs_are_those_of_the_worst() -> None:
+    healthy = {"zero_stores": 0, "queue_most": 5, "queue_at_end": 0, "live_workers": 8, "expected_workers": 8}
+    dying = {"zero_stores": 2, "queue_most": 3, "queue_at_end": 3, "live_workers": 7, "expected_workers": 8}
+    expected = {"zero_stores": 3, "queue_most": 5, "queue_at_end": 3, "workers_lost": 1}
+    assert signals.worst([healthy, dying, healthy | {"zero_stores": 1}]) == expected
+
+
+def test_the_servers_export_what_the_signals_are_read_from() -> None:
+    from glm_connectors.tiers.metric_list import METRICS
+
+    exported = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in METRICS}
+    names = {*signals.ZERO_STORES, signals.QUEUE, "lmcache_live_workers", "lmcache_expected_workers"}
+    assert names <= exported
