@@ -166,6 +166,7 @@ class Bench:
             queue_most = queues.end()
         took = time.monotonic() - began
         after = [self.metrics(server) for server in range(len(self.servers))]
+        queue_at_end = signals.gauge(after, signals.QUEUE)
         arms: dict[str, Any] = {}
         for number, (wait, found) in enumerate(zip(self.waits, seconds, strict=True), start=1):
             self.pages_hit += sum(turn.hit_tokens for turn in found) // PAGE
@@ -187,8 +188,8 @@ class Bench:
             "dropped_saves": moved(before, after, "cache_dropped_saves_total"),
             "failed_operations": moved(before, after, "cache_store_failures_total"),
             "zero_stores": sum(moved(before, after, name) for name in signals.ZERO_STORES),
-            "queue_most": queue_most,
-            "queue_at_end": signals.gauge(after, signals.QUEUE),
+            "queue_most": max(queue_most, queue_at_end),
+            "queue_at_end": queue_at_end,
             "live_workers": signals.gauge(after, "lmcache_live_workers"),
             "expected_workers": signals.gauge(after, "lmcache_expected_workers"),
             "by_wait": arms,
