@@ -385,3 +385,24 @@ def test_a_refusal_looks_at_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.take(1, "save") is not None
     assert pool.prefix(chain[1:]) == MANY - 1
     pool.release(pages[1:], "put")
+
+
+def test_a_page_that_was_to_go_and_is_used_stays() -> None:
+    """Five more than needed were chosen among: they are held, or were used, before it is their turn."""
+    pool = pool_of(MANY)
+    chain = keys(MANY)
+    pages = pool.take(MANY, "save")
+    assert pages is not None
+    pool.insert(pages, chain, "save")
+    assert pool.take(1, "get") is not None  # of the six oldest: the end of the prompt
+    held, _ = pool.hold_any(chain[20:], "load")
+    assert len(held) == 19
+    slots = {page.memory.meta.address for page in held}
+    for _ in range(2):
+        taken = pool.take(4, "get")
+        assert taken is not None
+        assert not slots & {page.memory.meta.address for page in taken}
+    pool.release(held, "load")
+    assert len(pool.missing(chain[20:])) == 1
+    assert pool.take(4, "get") is not None  # twelve others were not used for longer
+    assert len(pool.missing(chain[20:])) == 1
