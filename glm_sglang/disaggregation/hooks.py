@@ -91,10 +91,16 @@ HOOKS: tuple[Hook, ...] = (
         target=f"{_COMMON}.CommonKVManager._start_heartbeat_checker_thread",
         kind="after",
         function=f"{_LOST}:watch",
-        why="decode and its client wait 300 s for a request that prefill has refused or answered with an error",
-        remove_when="prefill tells decode of every request that has ended there, or the router ends decode's half",
+        why="decode and its client wait 300 s for a request that prefill has refused or answered with an error, or that "
+        "came after a restart of prefill which decode has not noticed",
+        remove_when="prefill tells decode of every request that has ended there, or the router ends decode's half; and "
+        "decode registers its memory anew with a prefill server that was restarted",
         upstream="https://github.com/sgl-project/sglang/issues/9726",
-        also=(f"{_COMMON}.CommonKVManager.update_status", f"{_COMMON}.CommonKVReceiver._clear"),
+        also=(
+            f"{_COMMON}.CommonKVManager.update_status",
+            f"{_COMMON}.CommonKVManager._handle_node_failure",
+            f"{_COMMON}.CommonKVReceiver._clear",
+        ),
         scope="installed",
     ),
     Hook(

@@ -4,6 +4,10 @@ UPSTREAM: a transfer that fails is told to decode, but not a request that prefil
 or has lost with its process; SGLang's router waits for both halves. Decode, and the client with it, would wait for
 SGLANG_DISAGGREGATION_WAITING_TIMEOUT: 300 s.
 
+And decode asks the prefill servers that it knows whether they are still the same process. UPSTREAM: decode tells a
+prefill server of its memory once, and again only after two heartbeats, 5 s apart, without an answer. A server that is
+back before the second knows nothing of it, and what is sent there waits for 300 s.
+
 Prefill answers at its bootstrap server, which its HTTP process runs. A prefill server without this fork has no such
 route: then nothing is known and nothing changes. A request that prefill has received and not yet read is not lost:
 `arrivals` numbers what comes in, and a room counts as unknown once all is read that had come before the first question.
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PATH = "/glm/unknown_rooms"
 EVERY_S = 0.25
+#: How often a prefill server is asked which process it is.
+PEER_EVERY_S = 1.0
 #: A request reaches both halves at about the same time; one that is younger is not asked for.
 AFTER_S = 0.5
 #: Turns of prefill's event loop after which a connection that was made before a question is an arrival: one to accept it,
@@ -54,6 +60,8 @@ async def _answer(request: Any) -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     rooms = (await request.json())["rooms"]
+    if not rooms:  # who it is can be said before its first request
+        return web.json_response({"unknown": [], "epoch": arrivals.EPOCH, "oldest": 0, "following": 0})
     state = get_global_state()
     manager = state.tokenizer_manager if state is not None else None
     loop = manager.event_loop if manager is not None else None  # None before its first request
@@ -111,7 +119,7 @@ class Answer:
     """What a prefill server said.
 
     unknown    rooms that it does not have, of those that it was asked for.
-    epoch      which process of it answered.
+    epoch      which process of it answered; "" where nobody listens.
     oldest     number of the oldest arrival whose room it has not read yet; `following` where there is none.
     following  number of the next arrival.
     """
@@ -162,8 +170,21 @@ class _Waiting:
     first: Answer | None = None
 
 
+@dataclass(slots=True)
+class _Peer:
+    """info: SGLang's entry for this prefill server, a new one whenever it meets it anew. epoch: of the last answer, None
+    before the first. due: when it is asked next.
+    """
+
+    info: Any
+    epoch: str | None = None
+    due: float = 0.0
+
+
 class LostRooms:
-    """The requests of one decode process whose KV has not come, and how often prefill did not know each."""
+    """The requests of one decode process whose KV has not come, and how often prefill did not know each; and the prefill
+    servers that it knows.
+    """
 
     def __init__(
         self,
@@ -174,10 +195,12 @@ class LostRooms:
         self._manager, self._ask, self._clock = manager, ask, clock
         self._seen: dict[int, _Waiting] = {}
         self._silent: dict[str, float] = {}
+        self._peers: dict[str, _Peer] = {}
 
     def look(self) -> None:
-        """One round: asks each prefill server for the requests that have waited long enough."""
+        """One round: asks each prefill server who it is, and for the requests that have waited long enough."""
         now = self._clock()
+        self._meet(now)
         waiting = {
             address: [room for room in list(rooms) if self._waits(room)]
             for address, rooms in list(self._manager.addr_to_rooms_tracker.items())
@@ -188,6 +211,25 @@ class LostRooms:
             due = [room for room in rooms if now - self._seen[room].since >= AFTER_S]
             if due and now >= self._silent.get(address, now):
                 self._judge(address, due)
+
+    def _meet(self, now: float) -> None:
+        """Where another process has taken a server's place, SGLang forgets the server, and meets it anew."""
+        known = self._manager.prefill_info_table
+        self._peers = {
+            address: peer for address, peer in self._peers.items() if known.get(address) is peer.info
+        }
+        for address, info in list(known.items()):
+            peer = self._peers.setdefault(address, _Peer(info))
+            if now < peer.due:
+                continue
+            answer = self._ask(address, ())
+            peer.due = now + (SILENT_S if answer is None and peer.epoch is None else PEER_EVERY_S)
+            if answer is None:
+                continue
+            before, peer.epoch = peer.epoch, answer.epoch
+            if answer.epoch and before not in (None, answer.epoch):
+                logger.warning("the prefill server at %s was restarted", address)
+                self._manager._handle_node_failure(address)  # ends what waits for the process before
 
     def _waits(self, room: int) -> bool:
         from sglang.srt.disaggregation.base.conn import KVPoll

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from glm_sglang.disaggregation import lost_rooms
-from glm_sglang.disaggregation.lost_rooms import AFTER_S, EVERY_S, SILENT_S, Answer, LostRooms
+from glm_sglang.disaggregation import arrivals, lost_rooms
+from glm_sglang.disaggregation.lost_rooms import AFTER_S, EVERY_S, PEER_EVERY_S, SILENT_S, Answer, LostRooms
 
 HERE = "10.0.0.1:8998"
 
@@ -33,10 +33,19 @@ class Setup:
         self.asked: list[tuple[str, list[int]]] = []
         self.reasons: dict[int, str] = {}
         self.manager = SimpleNamespace(
-            addr_to_rooms_tracker=defaultdict(set), request_status={}, record_failure=self.reasons.__setitem__
+            addr_to_rooms_tracker=defaultdict(set),
+            request_status={},
+            record_failure=self.reasons.__setitem__,
+            prefill_info_table={},
         )
+        self.forgotten: list[str] = []
+        self.manager._handle_node_failure = self.forget
         self.manager.update_status = self.manager.request_status.__setitem__
         self.lost = LostRooms(self.manager, self.ask, clock=lambda: self.now)
+
+    def forget(self, address: str) -> None:
+        self.forgotten.append(address)
+        del self.manager.prefill_info_table[address]
 
     def ask(self, address: str, rooms: Sequence[int]) -> Answer | None:
         self.asked.append((address, list(rooms)))
@@ -160,6 +169,51 @@ def test_a_room_of_a_retracted_request_that_comes_anew_is_asked_for() -> None:
     assert list(setup.reasons) == [7]
 
 
+@pytest.mark.parametrize("between", ["a", ""])
+def test_a_prefill_server_that_another_process_replaced_is_met_anew(between: str) -> None:
+    """Between two heartbeats: seen down or not. The one that SGLang has met anew is not forgotten again."""
+    setup = Setup()
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.look(60)
+    setup.epoch = between
+    setup.look(PEER_EVERY_S)
+    assert setup.forgotten == []
+    setup.epoch = "b"
+    setup.look(PEER_EVERY_S)
+    assert setup.forgotten == [HERE]
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.look(60)
+    assert setup.forgotten == [HERE]
+
+
+def test_what_sglang_has_met_anew_itself_is_not_forgotten() -> None:
+    setup = Setup()
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.look(PEER_EVERY_S)
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.epoch = "b"
+    setup.look(60)
+    assert setup.forgotten == []
+
+
+def test_a_prefill_server_that_never_says_who_it_is_is_asked_rarely_and_one_that_is_mute_for_once_often() -> (
+    None
+):
+    setup = Setup()
+    setup.known = None  # without this fork
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.look(2 * SILENT_S)
+    assert setup.asked == 2 * [(HERE, [])]
+    setup.known = set()
+    setup.look(PEER_EVERY_S)
+    setup.known, setup.asked = None, []
+    setup.look(4 * PEER_EVERY_S)
+    assert len(setup.asked) == 4
+    setup.known, setup.epoch = set(), "b"
+    setup.look(PEER_EVERY_S)
+    assert setup.forgotten == [HERE]
+
+
 @pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"unknown": [1]}', b'{"unknown": 1, "epoch": "a"}'])
 def test_another_server_at_the_address_does_not_say(content: bytes) -> None:
     class Handler(BaseHTTPRequestHandler):
@@ -232,6 +286,9 @@ def test_prefill_knows_what_it_has_not_answered(prefill: SimpleNamespace) -> Non
 def test_who_does_not_say(prefill: SimpleNamespace) -> None:
     prefill.manager.event_loop, loop = None, prefill.manager.event_loop
     assert lost_rooms.ask(prefill.address, [1]) is None  # it has had no request yet
+    answer = lost_rooms.ask(prefill.address, [])
+    assert answer is not None
+    assert answer.epoch == arrivals.EPOCH
     prefill.manager.event_loop = loop
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert lost_rooms.ask(f"127.0.0.1:{silent.getsockname()[1]}", [1]) is None
@@ -288,7 +345,6 @@ def test_numbers_of_another_process_are_not_compared() -> None:
 
 def test_arrivals_are_open_until_they_are_in_the_table_or_answered() -> None:
     """Through the real middleware: a request whose body is being read, one in the table, one that was refused."""
-    from glm_sglang.disaggregation import arrivals
 
     async def run() -> list[tuple[int, int]]:
         first = arrivals.bounds()[1]

@@ -53,6 +53,8 @@ class Pair:
         self.prefills = [PrefillServer(model, COMMON, name=f"prefill{i}", env=patience) for i in range(2)]
         # decode1 runs SGLang's own launcher, with this package installed for its platform only.
         modules = ("glm_sglang.launch_server", STOCK_LAUNCHER)
+        # Whether two heartbeats of SGLang's meet a restart hangs on how long it takes: decode0 has to notice it itself.
+        heartbeats = ({"SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1000"}, {})
         stock = ("--device", "cpu", "--page-size", "64")
         self.decodes = [
             DecodeServer(
@@ -60,7 +62,7 @@ class Pair:
                 COMMON + (stock if module == STOCK_LAUNCHER else ()),
                 name=f"decode{i}",
                 module=module,
-                env=patience,
+                env=patience | heartbeats[i],
             )
             for i, module in enumerate(modules)
         ]
