@@ -158,3 +158,20 @@ def test_what_leaving_callers_cost_either_executor() -> None:
     assert found["leaked_bytes"] == found["wrong_replies"] == found["corrupt_puts"] == 0
     assert [run["unrepaired"]["live_workers"] for run in runs] == [0, 0]
     assert {run["guard_alone"]["live_workers"] for run in runs} == {found["expected_workers"]}
+
+
+def test_a_restart_between_the_demos_turns_keeps_its_hits() -> None:
+    usual = result("cpu/demo")["turns"]
+    for what, tokens in (("valkey", "pool_tokens"), ("prefill", "valkey_tokens")):
+        found = result(f"cpu/demo_restart_{what}")
+        assert [(run["DEMO_RESTART"], run["status"]) for run in found["runs"]] == [(what, 0)]
+        for name in ("prompt_tokens", "cached_tokens", "answer"):
+            assert [turn[name] for turn in found["turns"]] == [turn[name] for turn in usual]
+        said = re.search(
+            rf"\((\S+) of (\S+?)(?: cached tokens)?; `benchmarks/results/cpu/demo_restart_{what}", README
+        )
+        assert said
+        second = found["turns"][1]
+        figures = [int(word.replace(",", "")) for word in said.groups()]
+        assert figures == [second[tokens], second["cached_tokens"]]
+    assert result("cpu/demo_restart_valkey")["turns"][1]["valkey_tokens"] == 0
