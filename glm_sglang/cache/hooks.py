@@ -75,6 +75,13 @@ HOOKS: tuple[Hook, ...] = (
         also=(f"{_WRAPPER}.load_back", f"{_WRAPPER}.finish_loads", f"{_LINKER}.LayerWiseLoadCounter"),
     ),
     Hook(
+        target="sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
+        kind="around",
+        function=f"{_GATE}:insert",
+        why="with a linker the tree hashes each page that it takes in, which a measure of what the cache costs must hold",
+        remove_when="an insert takes hashes that were made before",
+    ),
+    Hook(
         target=f"{_UPDATER}._observe_weight_load",
         kind="before",
         function=f"{_GATE}:weights_change",

@@ -74,14 +74,14 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "cache_hash_seconds",
         "histogram",
-        "hashing a prompt's pages, off the scheduler's thread",
+        "hashing a prompt's pages at its arrival, off the scheduler's thread",
         buckets=_SECONDS,
     ),
     Metric(
         "scheduler_stall_seconds",
         "histogram",
-        "time that a scheduling step spent in the cache, waits of the forward's launch for loads among it, of steps that "
-        "had work there",
+        "time that a scheduling step spent in the cache, waits of the forward's launch for loads and insertions into "
+        "SGLang's tree among it, of steps that had work there",
         buckets=_SECONDS,
     ),
     Metric(

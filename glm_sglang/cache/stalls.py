@@ -29,7 +29,8 @@ class StallClock:
     of the former look good. Of idle ones, which only polled, there is `longest`, as of all.
 
     What the launch of a forward waits for its loads is part of it: on a GPU until their copies are queued (until they
-    are done where the forward does not wait for them itself), on a CPU until they are done.
+    are done where the forward does not wait for them itself), on a CPU until they are done. So is an insertion into
+    SGLang's tree as a whole, as the hashing in it cannot be told apart.
 
     beside: observers of the same calls and steps by a second clock.
     """

@@ -19,6 +19,7 @@ os.environ.setdefault("GLM_SGLANG_PLATFORM", "reference")
 def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from sglang.srt.mem_cache import utils
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.runtime_context import get_context
 
     from glm_sglang.cache import gate, page_keys
@@ -34,6 +35,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("_sync_restorable_prefix", gate.shortest_common),
     ):
         _around(monkeypatch, UnifiedCacheLinkerWrapper, name, hook)
+    _around(monkeypatch, UnifiedRadixCache, "insert", gate.insert)
     release = UnifiedCacheLinkerWrapper.release_request
 
     def release_request(self: Any, rid: str) -> None:

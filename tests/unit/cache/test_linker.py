@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from glm_sglang.cache import page_keys
 from glm_sglang.cache.copier import TorchPageCopier
 from glm_sglang.cache.stalls import StallClock
 from tests.unit.cache.memory_store import MemoryStore
@@ -512,6 +516,83 @@ def test_a_queue_that_is_put_in_order_looks_at_the_device_only(make_tree: MakeTr
     assert gate.order_queue(lambda policy: tree.match(req), "policy") == (2 * PAGE, 0)
     assert tree.store.pinned == 0
     assert tree.match(req) == (2 * PAGE, 2 * PAGE)
+
+
+@pytest.fixture(params=["rust", "python"])
+def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Pages hashed by our functions, by the thread; over either of the tree's cores, of which Rust's has its own. Before
+    the tree."""
+    if request.param == "rust" and importlib.util.find_spec(page_keys._TREE) is None:
+        pytest.skip("SGLang comes without its radix tree in Rust")
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", request.param)
+    pages: Counter[str] = Counter()
+    chain_names = page_keys.chain_names
+
+    def counted(*args: Any, **more: Any) -> list[str]:
+        names = chain_names(*args, **more)
+        pages[threading.current_thread().name] += len(names)
+        return names
+
+    monkeypatch.setattr(page_keys, "chain_names", counted)
+    return pages
+
+
+def known(tree: Tree, req: Any) -> None:
+    """Arrives, and waits until its pages are hashed."""
+    tree.linker.request_arrives(tree.cache, req)
+    patience = time.monotonic() + 60
+    while tree.linker.arrivals.names(req.rid) is None:
+        assert time.monotonic() < patience
+        time.sleep(0.001)
+
+
+def test_a_prompt_is_hashed_once_for_all_lookups_and_by_the_tree_as_it_comes_in(
+    make_tree: MakeTree, hashed: dict[str, int]
+) -> None:
+    """Five pages that are computed, then the same from the pool: looked up three times each, then inserted. On this
+    thread, the scheduler's, the tree hashes them, within what is measured: in Rust, or by `get_native_hash`."""
+    tree = make_tree()
+    rust = "Rust" in type(tree.cache.tree_core).__name__
+    here = threading.current_thread().name
+    tokens = prompt(5)
+    for turn, offered in ((1, 0), (2, 5 * PAGE)):
+        req = tree.request([*tokens, 7])
+        known(tree, req)
+        for _ in range(3):
+            assert tree.match(req) == (0, offered)
+        assert (hashed["glm-cache-arrivals"], hashed.get(here, 0)) == (
+            5 * turn,
+            0 if rust else 5 * (turn - 1),
+        )
+        if offered:
+            slots = tree.load(req)
+            tree.cache.linker.start_layer_wise_loading()
+            assert tree.cache.linker.finish_loads() == []
+            tree.insert(tokens, slots)
+        else:
+            tree.prefill(tokens)
+        tree.drain()
+        tree.flush_device()
+        tree.linker.admitted([req.rid])
+    assert (hashed["glm-cache-arrivals"], hashed.get(here, 0)) == (10, 0 if rust else 10)
+
+
+def test_what_is_hashed_on_the_schedulers_thread_is_measured(hashed: dict[str, int], slow: Any) -> None:
+    """By the tree at an insert, and for a request that is looked up before its hashes are there."""
+    tree, slow_down, work, _ = slow
+    rust = "Rust" in type(tree.cache.tree_core).__name__
+    slow_down("begin_insert", tree.cache.tree_core)
+    slow_down("chain_names", page_keys)
+    tree.prefill(prompt(4))
+    tree.step()
+    assert work == [1.0 if rust else 2.0]
+    tree.drain()
+    tree.flush_device()
+    tree.step()
+    work.clear()
+    assert tree.match(tree.request([*prompt(4), 7])) == (0, 4 * PAGE)
+    tree.step()
+    assert work == [1.0]
 
 
 def test_keys_made_at_arrival_are_the_trees(make_tree: MakeTree) -> None:
