@@ -29,6 +29,24 @@ def test_p99_is_the_bound_of_the_bucket_that_holds_it() -> None:
     assert servers.p99(before, before) == 0.0
 
 
+def test_steps_that_only_hold_requests_back_have_a_p99_of_their_own() -> None:
+    """However many they are, those with work are judged by themselves, and the longer of the two counts."""
+
+    def scrape(stall: int, hold: int) -> Counter[str]:
+        found: Counter[str] = Counter({"scheduler_stall_seconds_count": stall})
+        for kind, bound, count in (("stall", "0.003", stall), ("hold", "0.0001", hold)):
+            found[f'scheduler_{kind}_seconds_bucket{{le="{bound}"}}'] = count
+            found[f'scheduler_{kind}_seconds_bucket{{le="+Inf"}}'] = count
+        return found
+
+    before, after = scrape(10, 0), scrape(110, 100_000)
+    assert servers.Bench._p99_ms([before], [after], "seconds") == 3.0
+    after['scheduler_hold_seconds_bucket{le="+Inf"}'] += 2_000
+    assert servers.Bench._p99_ms([before], [after], "seconds") == float("inf")
+    with pytest.raises(RuntimeError, match="observed no scheduler_stall_seconds"):
+        servers.Bench._p99_ms([before], [before], "seconds")
+
+
 def test_counters_by_what_they_grew_in_this_run() -> None:
     before = [Counter({'cache_dropped_saves_total{reason="full"}': 2}), Counter[str]()]
     after = [
