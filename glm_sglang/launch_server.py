@@ -110,6 +110,7 @@ def _run(request: Request) -> int:
             _print_config(request, chosen, moe, filled, environment, arguments)
         else:
             with cache_launch.embedded_valkey():
+                cache_launch.check_store()
                 _serve(arguments)
     finally:
         stopping.ignore_signals()

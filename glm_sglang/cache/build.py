@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from glm_connectors import lmcache_repairs, tiers, valkey_store
 
+from glm_sglang import failure
 from glm_sglang.cache import identity, options
 from glm_sglang.cache.audit import Audit
 from glm_sglang.cache.copier import PageCopier, TorchPageCopier
 from glm_sglang.cache.device_pages import DevicePages, device_pages
 from glm_sglang.cache.export import Exporter
 from glm_sglang.cache.recorder import Recorder
+from glm_sglang.errors import UsageError
 
 if TYPE_CHECKING:
     from glm_sglang.cache.cuda_pinned import PinnedMemory
@@ -28,7 +30,16 @@ _SAVE_LEAST = 64
 
 
 def parts(params: Any, components: Any) -> Parts:
-    """What SGLang gives a linker → what it is made of. Raises ValueError or UsageError, naming the flag to change."""
+    """What SGLang gives a linker → what it is made of. Ends the process, by one message, where it cannot be."""
+    try:
+        return _parts(params, components)
+    except (UsageError, ValueError, MemoryError) as error:
+        logger.debug("the cache's parts", exc_info=True)
+        failure.end_process(UsageError(str(error) or "--glm-cache-pool-gb: no memory for it"))
+
+
+def _parts(params: Any, components: Any) -> Parts:
+    """As `parts`. Raises ValueError, UsageError, MemoryError."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.runtime_context import get_model, get_parallel
 

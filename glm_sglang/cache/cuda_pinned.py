@@ -25,6 +25,7 @@ from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
 
 from glm_sglang.cache import numa
 from glm_sglang.cache.cuda_runtime import cuda_bindings, leave_captures_alone
+from glm_sglang.errors import UsageError
 
 logger = logging.getLogger(__name__)
 # CUDA calls of other threads may wait while a piece is registered, so it is not large.
@@ -32,8 +33,8 @@ _PIECE = 256 << 20
 _OS_PAGE = mmap.PAGESIZE
 
 
-class PinningError(RuntimeError):
-    """Memory of ours could not be pinned."""
+class PinningError(UsageError):
+    """Memory of ours could not be pinned. The message names the flag."""
 
 
 class Pinner(Protocol):

@@ -1,5 +1,5 @@
 """What the launcher does about the cache: refuses what cannot go with it, fills in SGLang's flags, starts a
-Valkey for `embedded://`.
+Valkey for `embedded://`, asks the store before anything is loaded.
 
 The URL may hold a password, and SGLang prints its arguments; so the options reach the schedulers through the
 environment, and the linker's configuration on the command line names the class and nothing else.
@@ -22,6 +22,7 @@ from glm_sglang.errors import UsageError
 LINKER = {"linker": "GlmCacheLinker", "linker_module_path": "glm_sglang.cache.linker"}
 PAGE_TOKENS = 64
 _URL = "--glm-cache-url"
+_ANSWER_S = 1.0  # that a step of the question to the store may take
 
 # ServerArgs field -> why it can't be. Each of them is a switch, or off when None.
 _EXCLUDED: dict[str, str] = {
@@ -110,3 +111,27 @@ def embedded_valkey() -> Iterator[None]:
         os.environ[settings.CACHE_URL.name] = server.url
         print(f"{failure.PREFIX}cache: a Valkey of our own at {server.url}", file=sys.stderr, flush=True)
         yield
+
+
+def check_store() -> None:
+    """Asks the store, within seconds, what a server would find out minutes later, its model loaded.
+
+    Raises UsageError for what will never serve pages: wrong credentials or rights, TLS that does not verify, another
+    server than the URL says. One that does not answer is a warning: the server works without it.
+    """
+    chosen = options.read()
+    if not chosen.on:
+        return
+    from glm_connectors.valkey_store import CacheUrlError, check_at_start, parse
+
+    try:
+        down = check_at_start(parse(chosen.url), _ANSWER_S, thorough=True)
+    except CacheUrlError as error:
+        raise UsageError(str(error)) from None
+    for node, why in down.items():
+        print(
+            f"{failure.PREFIX}cache: {node} of {_URL} does not answer ({why}); the server starts without it, and has no "
+            "hits from it until it does",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -95,7 +95,7 @@ class CpuPool:
         if made < 2:
             raise ValueError(
                 f"the CPU pool of {pool_bytes} bytes holds {made} pages of {self.slot_bytes} bytes; "
-                f"it needs 2 at least"
+                f"it needs 2 at least: raise --glm-cache-pool-gb"
             )
         shapes, dtypes = [torch.Size([self.slot_bytes])], [torch.uint8]
         self._allocator = allocator_class(

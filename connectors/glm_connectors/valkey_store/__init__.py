@@ -15,7 +15,8 @@ No LMCache and no torch here.
 from __future__ import annotations
 
 from glm_connectors.valkey_store.embedded import EmbeddedServer
-from glm_connectors.valkey_store.health import Finding, probe
+from glm_connectors.valkey_store.findings import Finding, probe
+from glm_connectors.valkey_store.start import check_at_start
 from glm_connectors.valkey_store.store import StoreDownError, StoreFailedError, ValkeyStore, uses_glide
 from glm_connectors.valkey_store.url import CacheUrlError, Node, StoreUrl, parse
 
@@ -28,6 +29,7 @@ __all__ = [
     "StoreFailedError",
     "StoreUrl",
     "ValkeyStore",
+    "check_at_start",
     "parse",
     "probe",
     "uses_glide",

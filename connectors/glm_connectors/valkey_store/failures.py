@@ -58,6 +58,8 @@ _CLASSES = {
     "ClusterDownError": "failover",
     "TryAgainError": "failover",
     "OutOfMemoryError": "oom",
+    "MovedError": "moved",
+    "AskError": "moved",
 }
 
 

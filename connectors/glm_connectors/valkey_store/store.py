@@ -15,6 +15,7 @@ from glm_connectors.valkey_store.failures import PASSING, kind_of, remedy
 from glm_connectors.valkey_store.glide import GlideClients
 from glm_connectors.valkey_store.shards import Shards
 from glm_connectors.valkey_store.sockets import LONGEST, SocketClients
+from glm_connectors.valkey_store.start import check_at_start
 from glm_connectors.valkey_store.url import Node, StoreUrl
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class ValkeyStore:
         on_failure: Callable[[Way, str], None] = lambda way, kind: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """CacheUrlError as `health.check_at_start`. A node that is down opens its breakers, with a warning."""
+        """CacheUrlError as `start.check_at_start`. A node that is down opens its breakers, with a warning."""
         self.url = url
         self._timeout = connect_timeout
         # Seconds that a call takes at most: connect, sign in, move values.
@@ -77,7 +78,7 @@ class ValkeyStore:
         self._clients: Clients = path(url, request_timeout, connect_timeout, ttl)
         self._opened = threading.Event()
         self._closing = False
-        down = health.check_at_start(url, connect_timeout)
+        down = check_at_start(url, connect_timeout)
         for number, node in enumerate(self.nodes):
             if node in down and (not url.cluster or len(down) == len(url.nodes)):
                 logger.warning("%s does not answer (%s): misses until it does", node, down[node])

@@ -296,7 +296,7 @@ def test_tls(server: EmbeddedServer, rank: Make, tmp_path: Path) -> None:
             assert good(wrong) == [False]
         (finding,) = probe(f"valkeys://127.0.0.1:{server.port}?ca={ca}", timeout=0.3)
         assert not finding.good  # it waits for the rest of a command: as good as down
-        assert "does it speak TLS" in finding.what
+        assert "speaks no TLS: use valkey://" in finding.what
     finally:
         between.close()
 
