@@ -33,13 +33,13 @@ def parts(params: Any, components: Any) -> Parts:
     """What SGLang gives a linker → what it is made of. Ends the process, by one message, where it cannot be."""
     try:
         return _parts(params, components)
-    except (UsageError, ValueError, MemoryError) as error:
+    except (UsageError, ValueError, MemoryError, lmcache_repairs.ContractError) as error:
         logger.debug("the cache's parts", exc_info=True)
         failure.end_process(UsageError(str(error) or "--glm-cache-pool-gb: no memory for it"))
 
 
 def _parts(params: Any, components: Any) -> Parts:
-    """As `parts`. Raises ValueError, UsageError, MemoryError."""
+    """As `parts`. Raises ValueError, UsageError, MemoryError, lmcache_repairs.ContractError."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.runtime_context import get_model, get_parallel
 

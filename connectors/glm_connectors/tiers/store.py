@@ -271,12 +271,14 @@ class _Remote:
         def failed(way: Way, kind: str) -> None:
             table.add("cache_store_failures", way, kind)
 
+        envelope = Envelope(namespace)
         try:
             self.valkey = ValkeyStore(
                 url,
                 request_timeout=config.request_timeout,
                 connect_timeout=config.connect_timeout,
                 ttl=config.ttl,
+                name_of=envelope.name,
                 on_failure=failed,
             )
         except BaseException:
@@ -284,14 +286,16 @@ class _Remote:
                 self.server.stop()
             raise
         self._loop = loop.new()
-        put_workers = config.put_workers * len(self.valkey.nodes)
+        shards = len(self.valkey.nodes)
+        # Each thread has a connection to every shard of a cluster.
+        each = -(-config.put_workers // shards) if url.cluster else config.put_workers
+        put_workers = each * shards
         self._threads = ThreadPoolExecutor(config.get_workers + put_workers, "glm-valkey")
         self._loop.set_default_executor(self._threads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="glm-tiers", daemon=True)
         self._thread.start()
         self._gets: Any = AsyncPQThreadPoolExecutor(self._loop, config.get_workers)
         self._puts: Any = AsyncPQThreadPoolExecutor(self._loop, put_workers) if writer else None
-        envelope = Envelope(namespace)
         # A small pool must not be all under way.
         least = pool.slots // (2 * (config.get_workers + config.put_workers))
         group = max(1, min(_GROUP, _GROUP_BYTES // envelope.value_bytes, least))
@@ -314,7 +318,7 @@ class _Remote:
                 share_pages=lambda: int(config.put_share * pool.slots),
                 patience=config.save_patience,
                 group=group,
-                workers=config.put_workers,
+                workers=each,
             )
             self.saver = Saver(self._loop, self._puts, pool, self.valkey, envelope, table, limits)
 

@@ -1,6 +1,7 @@
 """The data path to clusters and over TLS: values between Valkey and memory, through `valkey-glide-sync`.
 
-Each thread has a connection of its own to each node (a cluster has one client a thread), made at first use.
+Each thread has a connection of its own to each node (a cluster has one client a thread, whatever the shard), made at
+first use.
 One that breaks is made again by glide, in the background. One on which a call has timed out is thrown away:
 replies come in order, so behind one that never comes there is nothing, and glide does not reconnect for it (a
 firewall that forgot the connection looks like that). A single node that says that it is no longer the one to ask is
@@ -39,7 +40,7 @@ class GlideClients:
 
     def read(self, node: int, names: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
         """As `clients.Clients.read`. Raises glide's errors."""
-        client = self._clients.of(node)
+        client = self._clients.of(self._of(node))
         try:
             if len(names) == 1:
                 found = [client.get(names[0], buffer=buffers[0])]
@@ -58,7 +59,7 @@ class GlideClients:
         """As `clients.Clients.write`. Raises glide's errors."""
         import glide_sync
 
-        client = self._clients.of(node)
+        client = self._clients.of(self._of(node))
         expiry = glide_sync.ExpirySet(glide_sync.ExpiryType.SEC, self._ttl) if self._ttl else None
         try:
             if len(names) == 1:
@@ -79,7 +80,7 @@ class GlideClients:
 
     def delete(self, node: int, names: Sequence[str]) -> int:
         """As `clients.Clients.delete`. Raises glide's errors."""
-        client = self._clients.of(node)
+        client = self._clients.of(self._of(node))
         try:
             return int(client.delete(list(names)))
         except Exception as error:
@@ -91,13 +92,17 @@ class GlideClients:
 
     def _fail(self, node: int, error: Exception) -> NoReturn:
         if kind_of(error) in ("timeout", "connection"):
-            self._clients.drop(node)
+            self._clients.drop(self._of(node))
         elif self._is_left_after(error):
             self._clients.leave(node)
         try:
             raise_without_frames(error)
         finally:
             del error  # as in raise_without_frames
+
+    def _of(self, node: int) -> int:
+        """Whose connection serves it: a cluster's client serves all shards."""
+        return 0 if self._url.cluster else node
 
     def _is_left_after(self, error: Exception) -> bool:
         return not self._url.cluster and wants_another(error)

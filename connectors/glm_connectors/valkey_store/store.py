@@ -1,4 +1,7 @@
-"""Valkey as the tiers see it: named values on nodes, a breaker for each node and direction, failures by name."""
+"""Valkey as the tiers see it: named values on nodes, a breaker for each node and direction, failures by name.
+
+A cluster's nodes are its shards, by the primaries that it had at the start.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Literal, NoReturn
 from glm_connectors.valkey_store import health
 from glm_connectors.valkey_store.breaker import CLOSED, Breaker
 from glm_connectors.valkey_store.clients import Clients
+from glm_connectors.valkey_store.cluster import SLOTS, ClusterShards, owners
 from glm_connectors.valkey_store.failures import PASSING, kind_of, remedy
 from glm_connectors.valkey_store.glide import GlideClients
 from glm_connectors.valkey_store.shards import Shards
@@ -59,18 +63,30 @@ class ValkeyStore:
         request_timeout: float = 2.0,
         connect_timeout: float = 2.0,
         ttl: int = 0,
+        name_of: Callable[[bytes], str] = bytes.hex,
         on_failure: Callable[[Way, str], None] = lambda way, kind: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """CacheUrlError as `start.check_at_start`. A node that is down opens its breakers, with a warning."""
+        """CacheUrlError as `start.check_at_start`. A node that is down opens its breakers, with a warning.
+
+        name_of: what a key is called in Valkey, by which a cluster places it. A cluster of which nobody answers is one
+        node, with one breaker a way, until the next start.
+        """
         self.url = url
         self._timeout = connect_timeout
         # Seconds that a call takes at most: connect, sign in, move values.
         self.longest_call = 2 * connect_timeout + LONGEST * request_timeout
         self._on_failure = on_failure
-        # A cluster is one "node": glide knows its topology.
-        self.nodes: tuple[Node, ...] = url.nodes[:1] if url.cluster else url.nodes
-        self.shards = Shards(self.nodes)
+        down = check_at_start(url, connect_timeout)
+        self.shards: Shards | ClusterShards = Shards(url.nodes)
+        self.nodes: tuple[Node, ...] = url.nodes
+        if url.cluster:
+            there = [node for node in url.nodes if node not in down]
+            slots = owners(url, there, connect_timeout)
+            if slots is None or not any(slots):
+                slots = [(there or url.nodes)[0]] * SLOTS
+            self.shards = ClusterShards(slots, name_of)
+            self.nodes = self.shards.nodes
         self.breakers: dict[tuple[int, Way], Breaker] = {
             (number, way): Breaker(clock=clock) for number in range(len(self.nodes)) for way in WAYS
         }
@@ -78,9 +94,8 @@ class ValkeyStore:
         self._clients: Clients = path(url, request_timeout, connect_timeout, ttl)
         self._opened = threading.Event()
         self._closing = False
-        down = check_at_start(url, connect_timeout)
         for number, node in enumerate(self.nodes):
-            if node in down and (not url.cluster or len(down) == len(url.nodes)):
+            if node in down:
                 logger.warning("%s does not answer (%s): misses until it does", node, down[node])
                 for way in WAYS:
                     self.breakers[number, way].trip()
@@ -153,6 +168,10 @@ class ValkeyStore:
         self, node: int, way: Way, breaker: Breaker, error: Exception, taken: Sequence[bool] = ()
     ) -> NoReturn:
         kind = kind_of(error)
+        if kind == "moved" and self.url.cluster:
+            kind = (
+                "failover"  # UPSTREAM: glide asks any node where it does not reach the one that has the slot
+            )
         self._on_failure(way, kind)
         if breaker.failed():
             text = " ".join(str(error).split())[:200] + remedy(error)
@@ -185,8 +204,9 @@ class ValkeyStore:
         return min(waits) if waits else None
 
     def _answers(self, number: int) -> bool:
-        asked = self.url.nodes if self.url.cluster else (self.nodes[number],)
-        return any(health.alive(self.url, node, self._timeout) is None for node in asked)
+        if isinstance(self.shards, ClusterShards):
+            return self.shards.answers(number, self.url, self._timeout)
+        return health.alive(self.url, self.nodes[number], self._timeout) is None
 
 
 __all__ = ["CLOSED", "WAYS", "StoreDownError", "StoreFailedError", "ValkeyStore", "Way"]
