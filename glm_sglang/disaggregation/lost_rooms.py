@@ -172,8 +172,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Peer:
-    """info: SGLang's entry for this prefill server, a new one whenever it meets it anew. epoch: of the last answer, None
-    before the first. due: when it is asked next.
+    """info: SGLang's entry for this prefill server, a new one whenever it meets it anew. epoch: of the last process
+    that answered, "" where nobody has listened yet, None before the first answer. due: when it is asked next.
     """
 
     info: Any
@@ -226,7 +226,11 @@ class LostRooms:
             peer.due = now + (SILENT_S if answer is None and peer.epoch is None else PEER_EVERY_S)
             if answer is None:
                 continue
-            before, peer.epoch = peer.epoch, answer.epoch
+            before = peer.epoch
+            if (
+                answer.epoch or before is None
+            ):  # nobody listening says nothing of who was there and may be still
+                peer.epoch = answer.epoch
             if answer.epoch and before not in (None, answer.epoch):
                 logger.warning("the prefill server at %s was restarted", address)
                 self._manager._handle_node_failure(address)  # ends what waits for the process before

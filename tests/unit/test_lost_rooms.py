@@ -186,6 +186,30 @@ def test_a_prefill_server_that_another_process_replaced_is_met_anew(between: str
     assert setup.forgotten == [HERE]
 
 
+def test_a_prefill_server_that_could_not_be_reached_for_a_while_is_the_same_afterwards() -> None:
+    """A load balancer refuses for one that is not ready: requests that run there go on."""
+    setup = Setup()
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.look(5)
+    for epoch in ("", "a", "", "a"):
+        setup.epoch = epoch
+        setup.look(5)
+    assert setup.forgotten == []
+    setup.epoch = "b"
+    setup.look(PEER_EVERY_S)
+    assert setup.forgotten == [HERE]
+
+
+def test_one_that_was_down_when_it_was_first_asked_is_met_anew() -> None:
+    setup = Setup()
+    setup.manager.prefill_info_table[HERE] = object()
+    setup.epoch = ""
+    setup.look(5)
+    setup.epoch = "b"
+    setup.look(PEER_EVERY_S)
+    assert setup.forgotten == [HERE]
+
+
 def test_what_sglang_has_met_anew_itself_is_not_forgotten() -> None:
     setup = Setup()
     setup.manager.prefill_info_table[HERE] = object()
