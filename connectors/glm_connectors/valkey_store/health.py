@@ -25,6 +25,7 @@ def connect(url: StoreUrl, node: Node, timeout: float) -> Any:
             "ssl_ca_certs": url.ca or None,
             "ssl_certfile": url.cert or None,
             "ssl_keyfile": url.key or None,
+            "ssl_password": "",  # or an encrypted key asks the terminal for one
         }
     return valkey.Valkey(
         host=node.host,
@@ -67,13 +68,14 @@ def ask(url: StoreUrl, node: Node, timeout: float, *, pages: bool = False) -> di
 
 
 def _ping(client: Any, needed: bool = False) -> None:
-    """Connects, signs in and asks. Who may not PING has an answer, and the node is alive."""
+    """Connects, signs in and asks. Who may not PING has an answer, and the node is alive; so is one that cannot write to
+    its disk, which refuses PING as it does writes."""
     pool = client.connection_pool
     pool.release(pool.get_connection("PING"))  # what is refused while connecting is no PING
     try:
         client.ping()
     except Exception as error:
-        if needed or not lacks_right(error):
+        if (needed or not lacks_right(error)) and "MISCONF" not in str(error):
             raise
 
 
@@ -106,6 +108,10 @@ def _ask_for_pages(client: Any, clustered: bool) -> None:
 
 
 def said(url: StoreUrl, error: BaseException) -> str:
-    """A failure's first line, without the password: a server may repeat what it was asked."""
+    """A failure's first line, without the password: a server may repeat what it was asked, or the beginning of it
+    (Valkey: 128 bytes)."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return (line.replace(url.password, "***") if url.password else line)[:200]
+    secret = url.password
+    while len(secret) > 4 and secret not in line:
+        secret = secret[:-1]
+    return (line.replace(secret, "***") if secret else line)[:200]

@@ -60,7 +60,8 @@ def _fault(url: StoreUrl, node: Node, timeout: float, thorough: bool) -> str:
     try:
         info = health.ask(url, node, timeout, pages=thorough)
     except Exception as error:
-        if (why := _needs_a_person(url, node, error)) is None and thorough:
+        heard = _unheard(url, node, timeout) if thorough and kind_of(error) == "connection" else None
+        if (why := _needs_a_person(url, node, heard or error)) is None and thorough:
             why = _is_another(url, node, error, timeout)
         if why is not None:
             raise CacheUrlError(why) from None
@@ -142,6 +143,24 @@ def _speaks_tls(node: Node, timeout: float) -> bool:
                 return True
     except (OSError, ValueError):
         return False
+
+
+def _unheard(url: StoreUrl, node: Node, timeout: float) -> Exception | None:
+    """What a node has against our certificate, or that there is none. In TLS 1.3 it says so after the handshake, and who
+    has written by then may find the connection reset instead."""
+    if not url.tls:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=url.ca or None)
+        if url.cert:
+            context.load_cert_chain(url.cert, url.key, password="")
+        with dial(node.host, node.port, timeout) as one:
+            one.settimeout(timeout)
+            with context.wrap_socket(one, server_hostname=node.host) as connection:
+                connection.recv(1)
+    except (OSError, ValueError) as error:
+        return error
+    return None
 
 
 def _is_tls(error: BaseException) -> bool:

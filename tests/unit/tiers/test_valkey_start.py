@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from glm_connectors.valkey_store import CacheUrlError, EmbeddedServer, ValkeyStore, check_at_start, parse
+from ranks import until
 from tls_files import issuer
 from valkey_proxy import Fault, Proxy
 
@@ -34,8 +36,9 @@ def down(url: str, timeout: float = 1.0) -> list[str]:
 
 
 @contextmanager
-def stranger(answer: bytes | None, *, echo: bool = False) -> Iterator[int]:
-    """A port at which something answers each connection's first words, with the same if it is an echo; None: silence."""
+def stranger(answer: bytes | Callable[[socket.socket], None] | None, *, echo: bool = False) -> Iterator[int]:
+    """A port at which something answers each connection's first words, with the same if it is an echo; None: silence. Or
+    does what it will with the connection."""
     held = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -45,6 +48,9 @@ def stranger(answer: bytes | None, *, echo: bool = False) -> Iterator[int]:
                     connection, _ = listener.accept()
                 except OSError:
                     return
+                if callable(answer):
+                    answer(connection)
+                    continue
                 asked = connection.recv(4096)
                 held.append(connection)
                 if answer is not None:
@@ -112,6 +118,14 @@ def test_a_password_that_the_server_repeats_is_not_passed_on() -> None:
         assert "unknown command 'AUTH'" in refusal(f"valkey://joe:{SECRET}@127.0.0.1:{port}")
 
 
+def test_nor_the_beginning_of_one_that_the_server_cuts() -> None:
+    """A token is longer than the 128 bytes that Valkey repeats."""
+    token = SECRET * 40
+    answer = f"-ERR unknown command 'AUTH', with args beginning with: 'joe' '{token[:121]}\r\n".encode()
+    with stranger(answer) as port:
+        assert refusal(f"valkey://joe:{token}@127.0.0.1:{port}").endswith("'joe' '***")
+
+
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n"])
 @pytest.mark.parametrize("scheme", ["valkey", "valkey-cluster"])
 def test_what_is_no_valkey(said: bytes, scheme: str) -> None:
@@ -155,6 +169,41 @@ def test_tls_where_there_is_none_and_none_where_it_is(server: EmbeddedServer, tm
         between.close()
 
 
+@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
+def test_who_we_are_is_asked_for(version: str, tmp_path: Path) -> None:
+    """In TLS 1.3 that is said after the handshake: it is heard, whatever we were about to write."""
+    ca, crt, key = issuer(tmp_path, "ours")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(crt, key)
+    context.load_verify_locations(ca)
+    context.verify_mode, context.maximum_version = ssl.CERT_REQUIRED, ssl.TLSVersion[version]
+
+    def accept(connection: socket.socket) -> None:
+        with suppress(OSError), context.wrap_socket(connection, server_side=True) as one:
+            one.recv(1)
+
+    with stranger(accept) as port:
+        for _ in range(5):
+            assert "?cert=FILE&key=FILE who we are" in refusal(
+                f"valkeys://joe:{SECRET}@127.0.0.1:{port}?ca={ca}"
+            )
+
+
+def test_an_encrypted_key_is_refused_and_no_terminal_asked(tmp_path: Path) -> None:
+    """OpenSSL asks whoever is there, and the launcher waits for nobody."""
+    from cryptography.hazmat.primitives import serialization as form
+
+    ca, crt, key = issuer(tmp_path, "ours")
+    plain = form.load_pem_private_key(key.read_bytes(), None)
+    key.write_bytes(
+        plain.private_bytes(
+            form.Encoding.PEM, form.PrivateFormat.PKCS8, form.BestAvailableEncryption(SECRET.encode())
+        )
+    )
+    with stranger(b"") as port:
+        assert "?cert=FILE&key=FILE" in refusal(f"valkeys://127.0.0.1:{port}?ca={ca}&cert={crt}&key={key}")
+
+
 def test_who_is_down_is_no_refusal(server: EmbeddedServer, client: Any) -> None:
     """Nor one of several, nor one that is silent, loads its data, or has too many clients."""
     assert down("valkey://127.0.0.1:1") == ["connection"]
@@ -185,9 +234,18 @@ def test_a_server_that_is_full_or_a_replica_is_no_refusal(server: EmbeddedServer
     with EmbeddedServer() as other:
         import valkey
 
-        with valkey.Valkey(port=other.port) as replica:
-            replica.execute_command("REPLICAOF", "127.0.0.1", str(server.port))
+        with valkey.Valkey(port=other.port) as full:  # its disk: it refuses PING as well then
+            full.config_set("save", "3600 1")
+            full.set("some", "thing")
+            shutil.rmtree(full.config_get("dir")["dir"])
+            full.bgsave()
+            until(lambda: full.info("persistence")["rdb_last_bgsave_status"] == "err")
+            with pytest.raises(valkey.ResponseError, match="MISCONF"):
+                full.ping()
             assert down(other.url) == []
+    with EmbeddedServer() as other, valkey.Valkey(port=other.port) as replica:
+        replica.execute_command("REPLICAOF", "127.0.0.1", str(server.port))
+        assert down(other.url) == []
 
 
 def test_a_wrong_one_among_several_is_told_while_another_is_silent(
