@@ -42,6 +42,9 @@ AFTER_S = 0.5
 TURNS = 4
 #: Until a server that gave no answer is asked again.
 SILENT_S = 10.0
+#: To connect, to begin an answer, and to end it.
+ANSWER_S = 1.0
+_LONGEST = 16 << 20  # bytes of an answer
 
 # Prefill: its HTTP process
 
@@ -137,16 +140,17 @@ def ask(address: str, rooms: Sequence[int]) -> Answer | None:
     """
     connection = None
     try:
-        connection = http.client.HTTPConnection(address, timeout=1.0)
+        connection = http.client.HTTPConnection(address, timeout=ANSWER_S)
         connection.request(
             "POST", PATH, json.dumps({"rooms": list(rooms)}), {"content-type": "application/json"}
         )
         response = connection.getresponse()
-        content = response.read()
         if response.status != 200:
             return None
+        content = _content(response)
         said = json.loads(content)
-        return Answer(frozenset(said["unknown"]), said["epoch"], said["oldest"], said["following"])
+        numbers = int(said["oldest"]), int(said["following"])
+        return Answer(frozenset(said["unknown"]), str(said["epoch"]), *numbers)
     except ConnectionRefusedError:
         return Answer(frozenset(rooms))
     except (
@@ -155,11 +159,23 @@ def ask(address: str, rooms: Sequence[int]) -> Answer | None:
         ValueError,
         KeyError,
         TypeError,
-    ):  # the last three: no such address or answer
+        RecursionError,
+    ):  # the last four: no such address or answer
         return None
     finally:
         if connection is not None:
             connection.close()
+
+
+def _content(response: http.client.HTTPResponse) -> bytes:
+    """TimeoutError where it does not end, however little comes at a time: others are asked after it."""
+    ends = time.monotonic() + ANSWER_S
+    content = bytearray()
+    while piece := response.read1(1 << 16):
+        content += piece
+        if time.monotonic() > ends or len(content) > _LONGEST:
+            raise TimeoutError
+    return bytes(content)
 
 
 @dataclass(slots=True)

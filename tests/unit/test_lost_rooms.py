@@ -9,6 +9,7 @@ import threading
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -238,7 +239,17 @@ def test_a_prefill_server_that_never_says_who_it_is_is_asked_rarely_and_one_that
     assert setup.forgotten == [HERE]
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"unknown": [1]}', b'{"unknown": 1, "epoch": "a"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"<html>",
+        b"[]",
+        b'{"unknown": [1]}',
+        b'{"unknown": 1, "epoch": "a"}',
+        b'{"unknown": [], "epoch": "a", "oldest": "x", "following": {}}',
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
+)
 def test_another_server_at_the_address_does_not_say(content: bytes) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -254,6 +265,33 @@ def test_another_server_at_the_address_does_not_say(content: bytes) -> None:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         assert lost_rooms.ask(f"127.0.0.1:{server.server_port}", [1]) is None
+        thread.join()
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_an_answer_that_does_not_end_is_none(size: int) -> None:
+    """The same round asks others."""
+    ended, enough = threading.Event(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(300):
+                    self.wfile.write(b"x" * size)
+                    enough.wait(0.05)
+                ended.set()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert lost_rooms.ask(f"127.0.0.1:{server.server_port}", [1]) is None
+        assert not ended.is_set()
+        enough.set()
         thread.join()
 
 
