@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from glm_connectors.tiers.places import AHEAD, Places
+from glm_connectors.tiers.places import _LANES, AHEAD, Places
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -96,6 +96,25 @@ def test_a_lane_whose_next_slots_are_gone_goes_on_elsewhere() -> None:
     places.offer([5, 6, 7])
     assert places.take(2, "lane") == range(5, 7)
     assert places.take(2, "lane") == range(7, 8)
+
+
+def test_lanes_are_forgotten_that_have_taken_nothing_for_longest() -> None:
+    """Whoever goes on stays known, however many others have come and gone."""
+    places = Places(3 * _LANES * AHEAD)
+    places.offer(range(3 * _LANES * AHEAD))
+
+    def take(lane: str | int) -> int:
+        (slot,) = places.take(1, lane) or ()
+        return slot
+
+    gone, busy = take("gone"), take("busy")
+    for other in range(_LANES - 2):
+        take(other)
+    assert take("busy") == busy + 1
+    last = take("last")  # one too many
+    assert take("last") == last + 1
+    assert take("busy") == busy + 2
+    assert take("gone") != gone + 1
 
 
 def test_a_cut_is_from_an_intervals_end() -> None:

@@ -28,6 +28,19 @@ def pool_of(slots: int = SLOTS) -> CpuPool:
     return CpuPool(LAYOUT, slots * 512)
 
 
+def recount(pool: CpuPool) -> None:
+    """The counts are those of the pages; all that may be taken is offered, and nothing that is held may."""
+    pages = pool._pages
+    resident = [page for page in pages if page.resident]
+    assert pool._free == sum(page.spare and not page.resident for page in pages)
+    assert pool._old == sum(page.spare for page in resident)
+    assert pool._idle == sum(not page.holds for page in resident)
+    assert not any(page.spare for page in pages if page.holds)
+    assert {page.number for page in pages if page.spare} <= {
+        slot for slot, one in enumerate(pool._places._offered) if one
+    }
+
+
 class Pool(RuleBasedStateMachine):
     """`used`: when each resident page was last used. `in_use`: when it was last held while others were evicted, which is
     use where the pool has come by. `holds`: (page, key or None, owner) of each hold."""
@@ -38,6 +51,7 @@ class Pool(RuleBasedStateMachine):
         super().__init__()
         self.pool = pool_of(self.slots)
         self.now = 0
+        self.aged = 0  # when pages were last looked for that may go
         self.used: dict[bytes, int] = {}
         self.in_use: dict[bytes, int] = {}
         self.holds: list[tuple[Any, bytes | None, Any]] = []
@@ -73,6 +87,7 @@ class Pool(RuleBasedStateMachine):
         evictable = [key for key in self.used if not held[self.slot[key]]]
         free = self.pool.free
         pages = self.pool.take(count, owner, lane)
+        self.aged = self.now
         if count > free + len(evictable):
             assert pages is None
             assert self.pool.free == free
@@ -194,6 +209,17 @@ class Pool(RuleBasedStateMachine):
             assert self.pool.held(owner) == sum(one == owner for _, _, one in self.holds)
 
     @invariant()
+    def the_counts_are_those_of_a_recount(self) -> None:
+        """And what was just used is nobody's to take."""
+        recount(self.pool)
+        pages = self.pool._pages
+        assert {page.number: page.holds for page in pages if page.holds} == self.held_slots()
+        assert {page.number: page.key for page in pages if page.resident} == {
+            self.slot[key]: key for key in self.used
+        }
+        assert not any(pages[self.slot[key]].spare for key in self.used if self.used[key] > self.aged)
+
+    @invariant()
     def held_pages_keep_their_bytes(self) -> None:
         for page, key, _ in self.holds:
             if key is not None:
@@ -248,6 +274,27 @@ def test_a_page_that_is_evicted_by_name_while_held_stays_until_released() -> Non
     pool.release(other, "save")
     assert pool.free == 2
     assert pool.close()
+
+
+def test_a_page_that_is_one_too_many_is_free_when_its_last_holder_lets_go() -> None:
+    """Its key was resident: the page that is there stays, is held by whoever asked for that, and was used."""
+    pool = pool_of(5)
+    chain = keys(2)
+    pages = pool.take(4, "save")
+    assert pages is not None
+    pool.insert(pages[:2], chain, "save")
+    pool.missing(chain[:1])
+    pool.also(pages[2:], "put")
+    assert pool.insert(pages[2:3], chain[1:], "save") == [False]
+    assert pool.insert_held(pages[3:], chain[1:], "save") == [pages[1]]
+    recount(pool)
+    assert pool.free == 1
+    pool.release(pages[2:], "put")
+    pool.release(pages[1:2], "save")
+    recount(pool)
+    assert pool.free == 3
+    assert pool.take(4, "get") is not None
+    assert [pool.prefix([key]) for key in chain] == [0, 1]
 
 
 def test_a_pool_that_is_closed_while_a_page_is_held_keeps_its_memory() -> None:
@@ -395,14 +442,36 @@ def test_a_page_that_was_to_go_and_is_used_stays() -> None:
     assert pages is not None
     pool.insert(pages, chain, "save")
     assert pool.take(1, "get") is not None  # of the six oldest: the end of the prompt
-    held, _ = pool.hold_any(chain[20:], "load")
-    assert len(held) == 19
+    held, _ = pool.hold_any(chain[34:], "load")
+    assert len(held) == 5
     slots = {page.memory.meta.address for page in held}
     for _ in range(2):
         taken = pool.take(4, "get")
         assert taken is not None
         assert not slots & {page.memory.meta.address for page in taken}
     pool.release(held, "load")
-    assert len(pool.missing(chain[20:])) == 1
-    assert pool.take(4, "get") is not None  # twelve others were not used for longer
-    assert len(pool.missing(chain[20:])) == 1
+    assert len(pool.missing(chain[34:])) == 1
+    for _ in range(2):
+        assert pool.take(4, "get") is not None  # others were not used for longer
+    assert len(pool.missing(chain[34:])) == 1
+
+
+def test_no_more_is_looked_at_for_a_choice_than_a_few_times_what_is_taken() -> None:
+    """Held pages in front, as of a stalled store, are passed once and not at every take."""
+    pool = pool_of(400)
+    chain = keys(400)
+    pages = pool.take(400, "save")
+    assert pages is not None
+    pool.also(pages[100:], "put")
+    pool.insert(pages, chain, "save")
+    oldest = list(pool._resident)
+    assert pool.drop(chain[:1]) == 1
+    taken = pool.take(1, "get")
+    assert taken is not None
+    assert pool.evicted == 0
+    passed = oldest.index(next(iter(pool._resident)))
+    assert 0 < passed <= 50
+    pool.release(taken, "get")
+    pool.release(pages[100:], "put")
+    pool.clear()
+    assert pool.close()
