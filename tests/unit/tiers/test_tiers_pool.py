@@ -401,7 +401,7 @@ def test_a_page_that_somebody_else_refers_to_is_not_evicted_and_its_slot_comes_b
     chain = keys(2)
     pages = pool.take(2, "save")
     assert pages is not None
-    other = pages[0].memory
+    other = pages[1].memory  # of the oldest
     other.ref_count_up()
     pool.insert(pages, chain, "save")
     assert pool.take(2, "save") is None
@@ -410,12 +410,56 @@ def test_a_page_that_somebody_else_refers_to_is_not_evicted_and_its_slot_comes_b
         assert taken is not None
         assert taken[0].memory.meta.address != other.meta.address
         pool.release(taken, "get")
-    assert pool.prefix(chain) == 1
+    assert pool.prefix(chain[1:]) == 1
     pool.drop(chain)
     assert (pool.free, pool.resident) == (1, 0)
     other.ref_count_down()
     assert pool.free == 2
     assert len(pool.take(2, "save") or []) == 2
+
+
+def test_a_page_that_is_to_go_is_counted_once() -> None:
+    """It is the least recently used again once all others are in use."""
+    pool = pool_of(MANY)
+    chain = keys(MANY)
+    pages = pool.take(MANY, "save")
+    assert pages is not None
+    pool.insert(pages, chain, "save")
+    assert pool.take(1, "get") is not None
+    held, _ = pool.hold_any([page.key for page in pages if page.resident and not page.spare], "load")
+    assert len(held) == MANY - 6
+    assert pool.take(1, "get") is not None
+    recount(pool)
+    assert len(pool.take(4, "get") or []) == 4
+    assert pool.take(1, "get") is None
+    pool.release(held, "load")
+
+
+def test_a_page_that_was_to_go_stays_where_somebody_else_refers_to_it_meanwhile() -> None:
+    """And a take that finds too few leaves those that it found to others."""
+    pool = pool_of(MANY)
+    chain = keys(MANY)
+    pages = pool.take(MANY, "save")
+    assert pages is not None
+    pool.insert(pages, chain, "save")
+    taken = pool.take(1, "get")
+    assert taken is not None
+    rest = [page for page in pages if page.resident and not page.spare]
+    others = [page for page in pages if page.spare]
+    assert len(others) == 5
+    for page in others:
+        page.memory.ref_count_up()
+    held, _ = pool.hold_any([page.key for page in rest], "load")
+    pool.release(taken, "get")
+    assert pool.take(2, "get") is None
+    recount(pool)
+    assert pool.take(1, "get") == taken
+    assert all(page.resident for page in others)
+    for page in others:
+        page.memory.ref_count_down()
+    assert len(pool.take(5, "get") or []) == 5
+    recount(pool)
+    pool.release(held, "load")
 
 
 def test_a_refusal_looks_at_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
