@@ -418,6 +418,39 @@ def test_a_page_that_somebody_else_refers_to_is_not_evicted_and_its_slot_comes_b
     assert len(pool.take(2, "save") or []) == 2
 
 
+@pytest.mark.parametrize("referred_to", [False, True])
+def test_a_page_that_was_to_go_and_is_dropped_is_free(referred_to: bool) -> None:
+    """At once, or when somebody else who refers to it lets go."""
+    pool = pool_of(MANY)
+    chain = keys(MANY)
+    pages = pool.take(MANY, "save")
+    assert pages is not None
+    pool.insert(pages, chain, "save")
+    taken = pool.take(1, "get")
+    assert taken is not None
+    page = next(page for page in pages if page.spare)
+    memory = page.memory
+    if referred_to:
+        memory.ref_count_up()
+    assert pool.drop([page.key]) == 1
+    recount(pool)
+    assert pool.free == (not referred_to)
+    if referred_to:
+        memory.ref_count_down()
+    pool.release(taken, "get")
+    assert pool.free == 2
+    assert len(pool.take(MANY, "get") or []) == MANY
+
+
+def test_those_who_take_in_turn_get_neighbours_each() -> None:
+    pool = pool_of(300)
+    taken: dict[str, list[int]] = {"a": [], "b": []}
+    for lane in "abab":
+        taken[lane] += [page.number for page in pool.take(2, "get", lane) or []]
+    for numbers in taken.values():
+        assert numbers == list(range(numbers[0], numbers[0] + 4))
+
+
 def test_a_page_that_is_to_go_is_counted_once() -> None:
     """It is the least recently used again once all others are in use."""
     pool = pool_of(MANY)
@@ -478,7 +511,8 @@ def test_a_refusal_looks_at_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.release(pages[1:], "put")
 
 
-def test_a_page_that_was_to_go_and_is_used_stays() -> None:
+@pytest.mark.parametrize("how", ["hold", "hold_any", "missing"])
+def test_a_page_that_was_to_go_and_is_used_stays(how: str) -> None:
     """Five more than needed were chosen among: they are held, or were used, before it is their turn."""
     pool = pool_of(MANY)
     chain = keys(MANY)
@@ -486,18 +520,23 @@ def test_a_page_that_was_to_go_and_is_used_stays() -> None:
     assert pages is not None
     pool.insert(pages, chain, "save")
     assert pool.take(1, "get") is not None  # of the six oldest: the end of the prompt
-    held, _ = pool.hold_any(chain[34:], "load")
-    assert len(held) == 5
-    slots = {page.memory.meta.address for page in held}
+    used = [page.key for page in pages if page.spare]
+    assert used == chain[34:39]
+    held: list[Any] = []
+    if how == "missing":
+        assert pool.missing(used) == []
+    else:
+        held = pool.hold(used, "load") if how == "hold" else pool.hold_any(used, "load")[0]
+        assert len(held) == 5
     for _ in range(2):
-        taken = pool.take(4, "get")
-        assert taken is not None
-        assert not slots & {page.memory.meta.address for page in taken}
+        assert len(pool.take(4, "get") or []) == 4
+    recount(pool)
+    assert pool.prefix(used) == 5
     pool.release(held, "load")
-    assert len(pool.missing(chain[34:])) == 1
+    assert pool.missing(used) == []
     for _ in range(2):
         assert pool.take(4, "get") is not None  # others were not used for longer
-    assert len(pool.missing(chain[34:])) == 1
+    assert pool.prefix(used) == 5
 
 
 def test_no_more_is_looked_at_for_a_choice_than_a_few_times_what_is_taken() -> None:
