@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 PATH = "/glm/unknown_rooms"
 EVERY_S = 0.25
-#: How often a prefill server is asked which process it is.
+#: How often a prefill server is asked which process it is; while it gives no answer, half as often each time, down to
+#: every SILENT_S, for each such question keeps the others waiting.
 PEER_EVERY_S = 1.0
 #: A request reaches both halves at about the same time; one that is younger is not asked for.
 AFTER_S = 0.5
@@ -190,11 +191,13 @@ class _Waiting:
 class _Peer:
     """info: SGLang's entry for this prefill server, a new one whenever it meets it anew. epoch: of the last process
     that answered, "" where nobody has listened yet, None before the first answer. due: when it is asked next.
+    silent_s: until then from the end of a question without an answer.
     """
 
     info: Any
     epoch: str | None = None
     due: float = 0.0
+    silent_s: float = SILENT_S
 
 
 class LostRooms:
@@ -239,15 +242,19 @@ class LostRooms:
             if now < peer.due:
                 continue
             answer = self._ask(address, ())
-            peer.due = now + (SILENT_S if answer is None and peer.epoch is None else PEER_EVERY_S)
             if answer is None:
+                peer.due = self._clock() + peer.silent_s
+                peer.silent_s = min(2 * peer.silent_s, SILENT_S)
                 continue
+            peer.due = now + PEER_EVERY_S
+            peer.silent_s = PEER_EVERY_S
             before = peer.epoch
-            if (
-                answer.epoch or before is None
-            ):  # nobody listening says nothing of who was there and may be still
+            # Nobody listening says nothing of who was there and may be still.
+            if answer.epoch or before is None:
                 peer.epoch = answer.epoch
-            if answer.epoch and before not in (None, answer.epoch):
+            # The question took its time: the requests of an entry that came meanwhile are the new process's.
+            restarted = answer.epoch and before not in (None, answer.epoch)
+            if restarted and known.get(address) is peer.info:
                 logger.warning("the prefill server at %s was restarted", address)
                 self._manager._handle_node_failure(address)  # ends what waits for the process before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
@@ -221,20 +222,70 @@ def test_what_sglang_has_met_anew_itself_is_not_forgotten() -> None:
     assert setup.forgotten == []
 
 
-def test_a_prefill_server_that_never_says_who_it_is_is_asked_rarely_and_one_that_is_mute_for_once_often() -> (
-    None
-):
+@pytest.mark.parametrize("met", [True, False], ids=["met anew", "dropped"])
+def test_what_sglang_meets_anew_or_drops_during_the_question_is_not_forgotten(met: bool) -> None:
+    """A question may take seconds; the requests of the entry that is there after it are the new process's."""
+    setup = Setup()
+    table = setup.manager.prefill_info_table
+    table[HERE] = object()
+    setup.look(PEER_EVERY_S)
+    setup.epoch = "b"
+    ask = setup.lost._ask
+
+    def slow(address: str, rooms: Sequence[int]) -> Answer | None:
+        setup.lost._ask = ask
+        del table[HERE]
+        if met:
+            table[HERE] = object()
+        return ask(address, rooms)
+
+    setup.lost._ask = slow
+    setup.look(60)
+    assert setup.forgotten == []
+    assert (HERE in table) == met
+
+
+def test_a_prefill_server_that_never_says_who_it_is_is_asked_rarely() -> None:
     setup = Setup()
     setup.known = None  # without this fork
     setup.manager.prefill_info_table[HERE] = object()
     setup.look(2 * SILENT_S)
     assert setup.asked == 2 * [(HERE, [])]
     setup.known = set()
-    setup.look(PEER_EVERY_S)
-    setup.known, setup.asked = None, []
     setup.look(4 * PEER_EVERY_S)
-    assert len(setup.asked) == 4
-    setup.known, setup.epoch = set(), "b"
+    assert len(setup.asked) == 6
+
+
+@pytest.mark.parametrize("takes", [0.0, 3.0])
+def test_one_that_said_and_is_mute_is_asked_more_and_more_rarely_until_it_says_again(takes: float) -> None:
+    """However long a question without an answer takes: rounds are there for others."""
+    setup = Setup()
+    setup.manager.prefill_info_table[HERE] = object()
+    asked: list[float] = []
+    ask = setup.lost._ask
+
+    def mute(address: str, rooms: Sequence[int]) -> Answer | None:
+        asked.append(setup.now)
+        answer = ask(address, rooms)
+        if answer is None:
+            setup.now += takes
+        return answer
+
+    def between() -> list[float]:
+        return [after - before for before, after in itertools.pairwise(asked)]
+
+    setup.lost._ask = mute
+    setup.look(PEER_EVERY_S)
+    for _ in range(2):  # an answer ends it
+        setup.known, asked[:] = None, []
+        setup.look(40)
+        assert between()[:6] == [takes + wait for wait in (1, 2, 4, 8, 10, 10)]
+        setup.known = set()
+        setup.look(SILENT_S)
+        asked.clear()
+        setup.look(3 * PEER_EVERY_S)
+        assert between() == [1, 1]
+    setup.epoch = "b"
     setup.look(PEER_EVERY_S)
     assert setup.forgotten == [HERE]
 
@@ -250,7 +301,9 @@ def test_a_prefill_server_that_never_says_who_it_is_is_asked_rarely_and_one_that
         pytest.param(b"[" * 100_000, id="deep"),
     ],
 )
-def test_another_server_at_the_address_does_not_say(content: bytes) -> None:
+def test_another_server_at_the_address_does_not_say(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_rooms, "ANSWER_S", 30.0)  # not what ends it
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.send_response(200)
@@ -268,9 +321,17 @@ def test_another_server_at_the_address_does_not_say(content: bytes) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("size", [1, 1 << 16])
-def test_an_answer_that_does_not_end_is_none(size: int) -> None:
-    """The same round asks others."""
+@pytest.mark.parametrize(
+    ("size", "answer_s", "longest"),
+    [(1, 1.0, 1 << 20), (1 << 16, 60.0, 1 << 18)],
+    ids=["too long a time", "too many bytes"],
+)
+def test_an_answer_that_does_not_end_is_none(
+    size: int, answer_s: float, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same round asks others. One bound each: the other is beyond all that the server sends."""
+    monkeypatch.setattr(lost_rooms, "ANSWER_S", answer_s)
+    monkeypatch.setattr(lost_rooms, "_LONGEST", longest)
     ended, enough = threading.Event(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -303,12 +364,13 @@ def test_what_is_no_address_does_not_say(address: str) -> None:
 
 @pytest.fixture
 def prefill(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A bootstrap server's route over aiohttp, and a tokenizer manager on a loop of its own."""
+    """A bootstrap server's route over aiohttp, and a tokenizer manager on a loop of its own; it may take its time."""
     from aiohttp import web
     from sglang.srt.entrypoints import http_server
 
     manager = SimpleNamespace(rid_to_state={}, event_loop=asyncio.new_event_loop())
     monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=manager))
+    monkeypatch.setattr(lost_rooms, "ANSWER_S", 30.0)
     app = web.Application()
     lost_rooms.serve(None, SimpleNamespace(app=app))
     loop = asyncio.new_event_loop()
@@ -345,14 +407,15 @@ def test_prefill_knows_what_it_has_not_answered(prefill: SimpleNamespace) -> Non
     assert answer.unknown == {1, 4}
 
 
-def test_who_does_not_say(prefill: SimpleNamespace) -> None:
+def test_who_does_not_say(prefill: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill.manager.event_loop, loop = None, prefill.manager.event_loop
     assert lost_rooms.ask(prefill.address, [1]) is None  # it has had no request yet
     answer = lost_rooms.ask(prefill.address, [])
     assert answer is not None
     assert answer.epoch == arrivals.EPOCH
     prefill.manager.event_loop = loop
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as soon:
+        soon.setattr(lost_rooms, "ANSWER_S", 0.2)
         assert lost_rooms.ask(f"127.0.0.1:{silent.getsockname()[1]}", [1]) is None
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
