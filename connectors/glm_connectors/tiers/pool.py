@@ -15,10 +15,6 @@ first is where it lies, not when it was used. They stay what they are until then
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -28,13 +24,15 @@ from typing import Any, Literal
 from glm_connectors.tiers.envelope import HEADER_BYTES
 from glm_connectors.tiers.layout import PageLayout
 from glm_connectors.tiers.places import Places
-
-logger = logging.getLogger(__name__)
+from glm_connectors.tiers.pool_memory import keep, lmcache, prefer_huge_pages
 
 # wait: by a request that waits to run (`prefetch`).
 Owner = Literal["load", "save", "put", "get", "wait"]
 OWNERS: tuple[Owner, ...] = ("load", "save", "put", "get", "wait")
 _ALIGN = 512  # of a slot's bytes; the page starts 128 bytes into it
+# Of the pool: among so many slots more than are needed, free or of the least recently used pages, it is chosen which.
+_CHOICE = 1 / 8
+_RECEIVED = 512  # slots at once: each takes a microsecond
 
 
 class Page:
@@ -86,7 +84,7 @@ class CpuPool:
         blocks may become more as time goes by; then it has a `finish()`, after which all are there, and `usable_bytes`:
         how many of its bytes there are to be before.
         """
-        torch, allocator_class, binary = _lmcache()
+        torch, allocator_class, binary = lmcache()
         allocator_class = memory or allocator_class
         self._layout = layout
         used = HEADER_BYTES + layout.page_bytes
@@ -102,7 +100,7 @@ class CpuPool:
             made * self.slot_bytes, use_paging=True, shapes=shapes, dtypes=dtypes, fmt=binary
         )
         if memory is None:
-            _prefer_huge_pages(self._allocator.buffer)
+            prefer_huge_pages(self._allocator.buffer)
         self._arguments = (shapes, dtypes)
         self._blocks = self._allocator.allocator.free_blocks  # slots that are not with us yet, or any more
         whole = memoryview(self._allocator.buffer.numpy())
@@ -217,6 +215,10 @@ class CpuPool:
 
         Held ones before them are in use and become the most recently used: so a stalled store, whose puts
         hold many, is not walked past again and again. Nor are more looked at for the choice than a few times `count`.
+
+        Where there are not `count` yet it goes on until there are, at most past all pages that are held, under the lock:
+        2.6 ms for 20,000 of them (x86-64, CPython 3.11), and `hold` had taken 2.4 ms for the same. They are not passed
+        again before those behind them.
         """
         resident = self._resident
         missing = count - self._free - self._old
@@ -423,16 +425,17 @@ class CpuPool:
             finish()
         with self._lock:
             if self.free != self._made:
-                return self._keep(
+                return keep(
+                    self._allocator,
                     f"{self._made - self.free} slots are still held ("
                     + ", ".join(f"{owner} {count}" for owner, count in self._held.items() if count)
-                    + ")"
+                    + ")",
                 )
             try:
                 for view in self._views:
                     view.release()
             except BufferError as error:
-                return self._keep(str(error))
+                return keep(self._allocator, str(error))
             self._allocator.batched_free(
                 [page.memory for page in self._pages if page is not None and page.spare]
             )
@@ -443,49 +446,3 @@ class CpuPool:
             self._free = 0
             self._allocator.close()
         return True
-
-    def _keep(self, why: str) -> bool:
-        logger.error("the pool's memory stays allocated: %s", why)
-        _KEPT.append(self._allocator)
-        return False
-
-
-def _prefer_huge_pages(buffer: Any) -> None:
-    """Has the memory of a tensor that holds nothing yet come in pages of 2 MiB, where the kernel has them to give.
-
-    LMCache touches its memory when it allocates it: it is given back, and comes anew, huge, when it is used. In pages
-    of 4 KiB a page's checksum takes a quarter longer, and a get up to half (`python -m benchmarks.store_bandwidth`).
-    Pinned memory stays as it is.
-    """
-    if buffer.is_pinned():
-        return
-    start = -(-buffer.data_ptr() // _HUGE) * _HUGE
-    length = (buffer.data_ptr() + buffer.numel() - start) // _HUGE * _HUGE
-    if length <= 0:
-        return
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    for advice in (mmap.MADV_DONTNEED, mmap.MADV_HUGEPAGE):
-        if madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice):
-            logger.info("the CPU pool stays in small pages: %s", os.strerror(ctypes.get_errno()))
-            return
-
-
-# Of the pool: among so many slots more than are needed, free or of the least recently used pages, it is chosen which.
-_CHOICE = 1 / 8
-_RECEIVED = 512  # slots at once: each takes a microsecond
-_HUGE = 2 << 20
-_KEPT: list[Any] = []  # allocators of pools that were closed with slots in use
-
-
-def _lmcache() -> tuple[Any, Any, Any]:
-    """torch, LMCache's allocator class and format, with LMCache repaired, quiet and not phoning home."""
-    from glm_connectors import lmcache_repairs
-
-    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
-    lmcache_repairs.install()
-    import torch
-    from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
-    from lmcache.v1.memory_management import MemoryFormat
-
-    return torch, PinMemoryAllocator, MemoryFormat.BINARY_BUFFER
