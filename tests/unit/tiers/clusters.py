@@ -40,7 +40,7 @@ class Cluster:
             "save": "",
             "cluster-enabled": "yes",
             "cluster-port": bus,
-            "cluster-node-timeout": 1000,
+            "cluster-node-timeout": 15000,  # Valkey's default: nobody here waits for it
             "cluster-require-full-coverage": "no",
             "cluster-replica-no-failover": "yes",  # but when told to
             "repl-diskless-sync-delay": 0,
