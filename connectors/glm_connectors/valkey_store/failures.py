@@ -35,6 +35,11 @@ _CODES = {
     "PermissionDenied": "auth",
     "LOADING": "loading",
     "BusyLoading": "loading",
+    # A script or a module keeps it busy; BUSYKEY and BUSYGROUP are other errors. With a colon: as glide writes it.
+    "BUSY Valkey": "loading",
+    "BUSY Redis": "loading",
+    "BUSY: Valkey": "loading",
+    "BUSY: Redis": "loading",
     "READONLY": "failover",
     "MASTERDOWN": "failover",
     "CLUSTERDOWN": "failover",

@@ -113,7 +113,9 @@ class GlideClients:
     def _connect(self, nodes: Sequence[Node]) -> Any:
         import glide_sync
 
-        # Every failure is raised, counted and named by us; glide would print each of them as well.
+        # Every failure is raised, counted and named by us; glide would log each of them as well.
+        # UPSTREAM: its library writes what refuses a command to standard error all the same ("Error executing command").
+        # Its commands carry names and pages; it does not do so with what refuses a sign-in.
         glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
         url = self._url
         tls = None
