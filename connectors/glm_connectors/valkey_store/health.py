@@ -6,12 +6,11 @@ other way round.
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from glm_connectors.valkey_store.failures import kind_of, lacks_right
 from glm_connectors.valkey_store.url import Node, StoreUrl
-
-_NOTHING = "glm:"  # no page's name; within the rights that pages need
 
 
 def connect(url: StoreUrl, node: Node, timeout: float) -> Any:
@@ -92,11 +91,12 @@ def alive(url: StoreUrl, node: Node, timeout: float) -> str | None:
 
 
 def _ask_for_pages(client: Any, clustered: bool) -> None:
-    """The commands of the data path, for a key at which nothing is: nothing comes, and nothing changes. What else stands
-    against them passes, or is said elsewhere."""
-    commands = [("GET", _NOTHING), ("SET", _NOTHING, "", "XX"), ("DEL", _NOTHING)]
+    """The commands of the data path, for a key of the pages' prefix that nobody else can have: nothing comes, and nothing
+    changes. What else stands against them passes, or is said elsewhere."""
+    nothing = f"glm:check:{secrets.token_hex(16)}"
+    commands = [("GET", nothing), ("SET", nothing, "", "XX"), ("DEL", nothing)]
     if not clustered:  # there a page is read by itself
-        commands.append(("MGET", _NOTHING))
+        commands.append(("MGET", nothing))
     for command in commands:
         try:
             client.execute_command(*command)
