@@ -19,6 +19,9 @@ from glm_connectors.valkey_store.url import CacheUrlError, Node, StoreUrl
 # What glide serves, and who knows users (6.0). Valkey's own versions begin at 7.2.
 _OLDEST = (6, 2)
 
+# Of a step's timeout, of a node's steps together and of all nodes: what the last step finds is still waited for.
+_STEPS, _ALL = 2.25, 2.5
+
 
 def check_at_start(url: StoreUrl, timeout: float, *, thorough: bool = False) -> dict[Node, str]:
     """Asks every node once, all at the same time: {node: a word from `failures.KINDS`}, empty where all answer.
@@ -27,13 +30,15 @@ def check_at_start(url: StoreUrl, timeout: float, *, thorough: bool = False) -> 
     what the scheme says: that needs a person. thorough: also where the user may not do what pages need, where a node
     speaks TLS and should not or the other way round, is too old, or no Valkey.
 
-    timeout: seconds of each step; all together take two and a half times as long at most, whatever a name server does.
+    timeout: seconds of each answer; all together take two and a half times as long at most, whatever a name server does.
+    What is asked of a node after its first failure shares what is left of that. A node that is slower is a "timeout".
     """
     found: dict[Node, str | CacheUrlError] = {}
+    began = time.monotonic()
 
     def ask(node: Node) -> None:
         try:
-            fault = _fault(url, node, timeout, thorough)
+            fault = _fault(url, node, timeout, began + _STEPS * timeout, thorough)
         except CacheUrlError as error:
             found[node] = error
         else:
@@ -42,9 +47,8 @@ def check_at_start(url: StoreUrl, timeout: float, *, thorough: bool = False) -> 
     threads = [threading.Thread(target=ask, args=(node,), daemon=True) for node in url.nodes]
     for thread in threads:
         thread.start()
-    ends = time.monotonic() + 2.5 * timeout
     for thread in threads:
-        thread.join(max(0.0, ends - time.monotonic()))
+        thread.join(max(0.0, began + _ALL * timeout - time.monotonic()))
     down = {}
     for node in url.nodes:
         fault = found.get(node, "timeout")
@@ -55,14 +59,17 @@ def check_at_start(url: StoreUrl, timeout: float, *, thorough: bool = False) -> 
     return down
 
 
-def _fault(url: StoreUrl, node: Node, timeout: float, thorough: bool) -> str:
-    """Empty where it answers, else as `check_at_start`."""
+def _fault(url: StoreUrl, node: Node, timeout: float, ends: float, thorough: bool) -> str:
+    """Empty where it answers, else as `check_at_start`. ends: by time.monotonic(), here and below."""
     try:
         info = health.ask(url, node, timeout, pages=thorough)
     except Exception as error:
-        heard = _unheard(url, node, timeout) if thorough and kind_of(error) == "connection" else None
+        heard = None
+        if thorough and kind_of(error) == "connection":
+            # It may be quiet until then, and something else may have to be asked after that.
+            heard = _unheard(url, node, ends - _left(ends) / 2)
         if (why := _needs_a_person(url, node, heard or error)) is None and thorough:
-            why = _is_another(url, node, error, timeout)
+            why = _is_another(url, node, error, ends)
         if why is not None:
             raise CacheUrlError(why) from None
         return kind_of(error)
@@ -89,7 +96,7 @@ def _needs_a_person(url: StoreUrl, node: Node, error: Exception) -> str | None:
     return None
 
 
-def _is_another(url: StoreUrl, node: Node, error: Exception, timeout: float) -> str | None:
+def _is_another(url: StoreUrl, node: Node, error: Exception, ends: float) -> str | None:
     """What answers there, where that is not what the URL says."""
     import valkey
 
@@ -98,7 +105,7 @@ def _is_another(url: StoreUrl, node: Node, error: Exception, timeout: float) -> 
         return _other_scheme(node, clustered=True)
     if kind in ("timeout", "connection") or isinstance(error, valkey.InvalidResponse):
         speaks = _speaks_plainly if url.tls else _speaks_tls
-        if speaks(node, timeout):
+        if speaks(node, ends):
             scheme = ("valkey" if url.tls else "valkeys") + ("-cluster" if url.cluster else "")
             return f"{node} speaks {'no TLS' if url.tls else 'TLS'}: use {scheme}://"
     if isinstance(error, valkey.InvalidResponse):
@@ -121,31 +128,36 @@ def _version(info: dict[str, Any]) -> tuple[int, ...]:
         return ()
 
 
-def _speaks_plainly(node: Node, timeout: float) -> bool:
+def _left(ends: float) -> float:
+    """Seconds, for a socket: some."""
+    return max(0.001, ends - time.monotonic())
+
+
+def _speaks_plainly(node: Node, ends: float) -> bool:
     """Whether a Valkey answers there without TLS. It is not told who we are."""
     try:
-        with dial(node.host, node.port, timeout) as one:
-            one.settimeout(timeout)
+        with dial(node.host, node.port, _left(ends)) as one:
+            one.settimeout(_left(ends))
             one.sendall(b"PING\r\n")
             return one.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-NOPERM"))
     except (OSError, ValueError):
         return False
 
 
-def _speaks_tls(node: Node, timeout: float) -> bool:
+def _speaks_tls(node: Node, ends: float) -> bool:
     """Whether somebody there speaks TLS: whoever it is, nothing is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with dial(node.host, node.port, timeout) as one:
-            one.settimeout(timeout)
+        with dial(node.host, node.port, _left(ends)) as one:
+            one.settimeout(_left(ends))
             with context.wrap_socket(one, server_hostname=node.host):
                 return True
     except (OSError, ValueError):
         return False
 
 
-def _unheard(url: StoreUrl, node: Node, timeout: float) -> Exception | None:
+def _unheard(url: StoreUrl, node: Node, ends: float) -> Exception | None:
     """What a node has against our certificate, or that there is none. In TLS 1.3 it says so after the handshake, and who
     has written by then may find the connection reset instead."""
     if not url.tls:
@@ -154,9 +166,10 @@ def _unheard(url: StoreUrl, node: Node, timeout: float) -> Exception | None:
         context = ssl.create_default_context(cafile=url.ca or None)
         if url.cert:
             context.load_cert_chain(url.cert, url.key, password="")
-        with dial(node.host, node.port, timeout) as one:
-            one.settimeout(timeout)
+        with dial(node.host, node.port, _left(ends)) as one:
+            one.settimeout(_left(ends))
             with context.wrap_socket(one, server_hostname=node.host) as connection:
+                connection.settimeout(_left(ends))
                 connection.recv(1)
     except (OSError, ValueError) as error:
         return error
