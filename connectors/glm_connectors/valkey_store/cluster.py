@@ -18,9 +18,13 @@ SLOTS = 16384
 Owners = Sequence[Node | None]
 
 
-def owners(url: StoreUrl, nodes: Sequence[Node], timeout: float) -> Owners | None:
-    """As the first of `nodes` says that answers; None where none does. timeout: seconds, of each."""
+def owners(
+    url: StoreUrl, nodes: Sequence[Node], timeout: float, stopped: Callable[[], bool] = lambda: False
+) -> Owners | None:
+    """As the first of `nodes` says that answers; None where none does, or once `stopped`. timeout: seconds, of each."""
     for node in nodes:
+        if stopped():
+            break
         client = health.connect(url, node, timeout)
         try:
             ranges = client.execute_command("CLUSTER SLOTS")
@@ -53,12 +57,12 @@ class ClusterShards:
         """Index of the shard that holds `key` (a page hash; its name has no hash tag)."""
         return self._numbers[crc_hqx(self._name_of(key).encode(), 0) % SLOTS]
 
-    def answers(self, number: int, url: StoreUrl, timeout: float) -> bool:
-        """Whether a node that now has slots of this shard answers."""
+    def answers(self, number: int, url: StoreUrl, timeout: float, stopped: Callable[[], bool]) -> bool:
+        """Whether a node that now has slots of this shard answers. Once `stopped`, no further one is asked: False."""
         own = self.nodes[number]
         asked = sorted(dict.fromkeys((*self.nodes, *url.nodes)), key=lambda node: node == own)
-        now = owners(url, asked, timeout)
+        now = owners(url, asked, timeout, stopped)
         if now is None:
             return False
         those = {node for node, its in zip(now, self._numbers, strict=True) if its == number and node}
-        return any(health.alive(url, node, timeout) is None for node in those)
+        return any(not stopped() and health.alive(url, node, timeout) is None for node in those)

@@ -174,7 +174,7 @@ class ValkeyStore:
             )
         self._on_failure(way, kind)
         if breaker.failed():
-            text = " ".join(str(error).split())[:200] + remedy(error)
+            text = health.said(self.url, error) + remedy(error)
             logger.warning("%ss of %s: breaker opens (%s): %s", way, self.nodes[node], kind, text)
             self._opened.set()
         raise StoreFailedError(kind, f"{way} at {self.nodes[node]}: {kind}", taken) from None
@@ -205,7 +205,7 @@ class ValkeyStore:
 
     def _answers(self, number: int) -> bool:
         if isinstance(self.shards, ClusterShards):
-            return self.shards.answers(number, self.url, self._timeout)
+            return self.shards.answers(number, self.url, self._timeout, lambda: self._closing)
         return health.alive(self.url, self.nodes[number], self._timeout) is None
 
 

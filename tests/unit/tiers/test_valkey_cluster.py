@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from clusters import Cluster, running
 from glm_connectors.tiers.envelope import Envelope
+from glm_connectors.valkey_store import Node, ValkeyStore, parse
 from glm_connectors.valkey_store.breaker import CLOSED, OPEN
+from glm_connectors.valkey_store.cluster import SLOTS, ClusterShards
 from ranks import NAMESPACE, Rank, keys, until
+from strangers import stranger
 from tls_files import issuer
 from valkey_proxy import Proxy
 
@@ -127,6 +133,42 @@ def test_a_cluster_that_is_down_at_the_start_serves_once_it_is_there(cluster: Cl
     assert writer.metrics["cache_saved_pages"] == 30
     reader = rank(cluster.url(), writer=False, request_timeout=2.0)
     assert reader.fetch(keys(30)) == "complete"
+
+
+def test_a_store_that_closes_asks_no_further_node() -> None:
+    """Three of which each hangs up: all are asked at the start, one by the probe, which the store's end meets there."""
+    asked = 0
+    made = threading.Event()
+    stores: list[ValkeyStore] = []
+
+    def serve(connection: socket.socket) -> None:
+        nonlocal asked
+        with connection:
+            asked += 1
+            if asked == 4:
+                assert made.wait(30)
+                stores[0].stop_waiting()
+
+    with ExitStack() as stack:
+        ports = [stack.enter_context(stranger(serve)) for _ in range(3)]
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        stores.append(ValkeyStore(parse(f"valkey-cluster://{hosts}"), connect_timeout=10.0))
+        made.set()
+        watcher = stores[0]._watcher
+        watcher.join(60)
+        assert not watcher.is_alive()
+        stores[0].close()
+        assert asked == 4
+
+
+def test_nor_the_node_that_has_the_slots_now(cluster: Cluster) -> None:
+    """The store closes while it is told who that is."""
+    nodes = [Node("127.0.0.1", port) for port in cluster.ports]
+    shards = ClusterShards([nodes[0]] * SLOTS, bytes.hex)
+    url = parse(cluster.url())
+    assert shards.answers(0, url, 10.0, lambda: False)
+    looks = iter([False])
+    assert not shards.answers(0, url, 10.0, lambda: next(looks, True))
 
 
 def test_tls_to_a_cluster(cluster: Cluster, rank: Make, tmp_path: Path) -> None:

@@ -6,24 +6,39 @@ import shutil
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from glm_connectors.valkey_store import CacheUrlError, EmbeddedServer, ValkeyStore, check_at_start, parse
+from glm_connectors.valkey_store import (
+    CacheUrlError,
+    EmbeddedServer,
+    StoreFailedError,
+    ValkeyStore,
+    check_at_start,
+    parse,
+    start,
+)
+from glm_connectors.valkey_store.breaker import CLOSED
 from ranks import until
+from strangers import stranger
 from tls_files import issuer
 from valkey_proxy import Fault, Proxy
 
 SECRET = "hunter2"
 
 
-def refusal(url: str) -> str:
+# Seconds. What must time out has less: nothing else depends on how fast this machine is.
+TIMEOUT = 10.0
+
+
+def refusal(url: str, timeout: float = TIMEOUT) -> str:
     """The one message; never with the password in it."""
     with pytest.raises(CacheUrlError) as caught:
-        check_at_start(parse(url), 1.0, thorough=True)
+        check_at_start(parse(url), timeout, thorough=True)
     message = str(caught.value)
     assert message.startswith("--glm-cache-url: ")
     assert SECRET not in message
@@ -31,37 +46,8 @@ def refusal(url: str) -> str:
     return message
 
 
-def down(url: str, timeout: float = 1.0) -> list[str]:
+def down(url: str, timeout: float = TIMEOUT) -> list[str]:
     return list(check_at_start(parse(url), timeout, thorough=True).values())
-
-
-@contextmanager
-def stranger(answer: bytes | Callable[[socket.socket], None] | None, *, echo: bool = False) -> Iterator[int]:
-    """A port at which something answers each connection's first words, with the same if it is an echo; None: silence. Or
-    does what it will with the connection."""
-    held = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                if callable(answer):
-                    answer(connection)
-                    continue
-                asked = connection.recv(4096)
-                held.append(connection)
-                if answer is not None:
-                    connection.sendall(asked if echo else answer)
-                    connection.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-    for connection in held:
-        connection.close()
 
 
 @pytest.fixture
@@ -75,12 +61,30 @@ def some(server: EmbeddedServer, client: Any) -> Iterator[str]:
 
 def test_a_store_that_serves_pages(server: EmbeddedServer, client: Any, some: str) -> None:
     """To ask it changes nothing, whatever is there."""
-    client.set("glm:", "kept")
-    client.set("other", "kept")
-    client.delete("glm:")
+    names = [b"glm:", b"glm:check:", b"other"]
+    client.mset(dict.fromkeys(names, "kept"))
     for url in (server.url, some):
         assert down(url) == []
-    assert client.keys() == [b"other"]
+    assert sorted(client.keys()) == names
+    assert client.mget(names) == [b"kept"] * 3
+
+
+def test_no_key_is_asked_for_that_somebody_could_have(server: EmbeddedServer, client: Any, some: str) -> None:
+    """Each time it is another, within the rights of a user of pages."""
+    client.config_set("slowlog-log-slower-than", 0)
+    try:
+        seen = []
+        for _ in range(2):
+            client.slowlog_reset()
+            assert down(some) == []
+            asked = [entry["command"].split() for entry in client.slowlog_get(128)]
+            keys = {words[1] for words in asked if words[0] in (b"GET", b"SET", b"DEL", b"MGET")}
+            assert len(keys) == 1
+            seen += keys
+        assert all(key.startswith(b"glm:") for key in seen)
+        assert seen[0] != seen[1]
+    finally:
+        client.config_set("slowlog-log-slower-than", 10000)
 
 
 @pytest.mark.parametrize("right", ["get", "mget", "set", "del"])
@@ -126,6 +130,49 @@ def test_nor_the_beginning_of_one_that_the_server_cuts() -> None:
         assert refusal(f"valkey://joe:{token}@127.0.0.1:{port}").endswith("'joe' '***")
 
 
+@pytest.mark.parametrize("verb", [b"AUTH", b"GET"])
+def test_nor_does_a_breaker_that_opens_pass_it_on(
+    verb: bytes, client: Any, some: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says what the server says, but the password."""
+    store = ValkeyStore(parse(some.rpartition(":")[0] + f":{proxy.port}"), request_timeout=TIMEOUT)
+    fails_without_the_password(store, proxy, verb, caplog)
+
+
+def test_nor_over_glide(
+    server: EmbeddedServer, client: Any, some: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.execute_command("ACL", "SETUSER", "some", "+info", "+client|setname")
+    ca, crt, key = issuer(tmp_path, "ours")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(crt, key)
+    between = Proxy(server.port, tls=context)
+    try:
+        url = f"{some.replace('valkey', 'valkeys').rpartition(':')[0]}:{between.port}?ca={ca}"
+        store = ValkeyStore(parse(url), request_timeout=TIMEOUT, connect_timeout=TIMEOUT)
+        fails_without_the_password(store, between, b"GET", caplog)
+    finally:
+        between.close()
+
+
+def fails_without_the_password(
+    store: ValkeyStore, proxy: Proxy, verb: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"-ERR unknown command '{verb.decode()}', with args beginning with: 'joe' '{SECRET}'\r\n"
+    proxy.fault = Fault("answer", "request", text=text.encode(), match=verb)
+    try:
+        while store.breakers[0, "get"].state == CLOSED:
+            with pytest.raises(StoreFailedError) as caught:
+                store.get(0, ["page"], [memoryview(bytearray(8))])
+            assert SECRET not in str(caught.value)
+    finally:
+        proxy.fault = None
+        store.close()
+    (opens,) = [message for message in caplog.messages if "breaker opens" in message]
+    assert f"unknown command '{verb.decode()}', with args beginning with: 'joe' '***'" in opens
+    assert SECRET not in caplog.text
+
+
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n"])
 @pytest.mark.parametrize("scheme", ["valkey", "valkey-cluster"])
 def test_what_is_no_valkey(said: bytes, scheme: str) -> None:
@@ -160,11 +207,11 @@ def test_tls_where_there_is_none_and_none_where_it_is(server: EmbeddedServer, tm
     context.load_cert_chain(crt, key)
     between = Proxy(server.port, tls=context)
     try:
-        assert down(f"valkeys://127.0.0.1:{between.port}?ca={ca}", 5.0) == []
+        assert down(f"valkeys://127.0.0.1:{between.port}?ca={ca}") == []
         assert "?ca=FILE names the authority" in refusal(f"valkeys://127.0.0.1:{between.port}")
         assert "speaks TLS: use valkeys://" in refusal(f"valkey://:{SECRET}@127.0.0.1:{between.port}")
         assert "use valkeys-cluster://" in refusal(f"valkey-cluster://127.0.0.1:{between.port}")
-        assert "speaks no TLS: use valkey://" in refusal(f"valkeys://127.0.0.1:{server.port}")
+        assert "speaks no TLS: use valkey://" in refusal(f"valkeys://127.0.0.1:{server.port}", 1.0)  # silence
     finally:
         between.close()
 
@@ -209,18 +256,76 @@ def test_who_is_down_is_no_refusal(server: EmbeddedServer, client: Any) -> None:
     assert down("valkey://127.0.0.1:1") == ["connection"]
     assert down(f"valkey://127.0.0.1:{server.port},127.0.0.1:1") == ["connection"]
     assert down("valkey-cluster://127.0.0.1:1") == ["connection"]
-    for answer, kinds in (
-        (None, {"timeout"}),
-        (b"", {"connection"}),
-        (b"-LOADING Valkey is loading the dataset in memory\r\n", {"loading"}),
-        (b"-ERR max number of clients reached\r\n", {"refused", "connection"}),  # a reset may be faster
+    for answer, timeout, kinds in (
+        (None, 0.2, {"timeout"}),
+        (b"", TIMEOUT, {"connection"}),
+        (b"-LOADING Valkey is loading the dataset in memory\r\n", TIMEOUT, {"loading"}),
+        # A reset may be faster.
+        (b"-ERR max number of clients reached\r\n", TIMEOUT, {"refused", "connection"}),
     ):
         with stranger(answer) as port:
-            (kind,) = down(f"valkey://127.0.0.1:{port}", 0.2)
+            (kind,) = down(f"valkey://127.0.0.1:{port}", timeout)
             assert kind in kinds
-    for silent in (None, b""):
+    for silent, timeout in ((None, 0.2), (b"", TIMEOUT)):
         with stranger(silent) as port:
-            assert len(down(f"valkeys://127.0.0.1:{port}", 0.2)) == 1
+            assert len(down(f"valkeys://127.0.0.1:{port}", timeout)) == 1
+
+
+@pytest.mark.parametrize("verb", [b"PING", b"INFO"])
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("LOADING Valkey is loading the dataset in memory", "loading"),
+        (
+            "BUSY Valkey is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+            "loading",
+        ),
+        ("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", "loading"),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", "failover"),
+        ("CLUSTERDOWN The cluster is down", "failover"),
+        ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", "failover"),
+        ("NOREPLICAS Not enough good replicas to write.", "failover"),
+        ("READONLY You can't write against a read only replica.", "failover"),
+        ("OOM command not allowed when used memory > 'maxmemory'.", "oom"),
+    ],
+)
+def test_a_state_that_passes_is_no_refusal(said: str, kind: str, verb: bytes, proxy: Proxy) -> None:
+    proxy.fault = Fault("answer", "request", text=f"-{said}\r\n".encode(), match=verb)
+    assert down(f"valkey://127.0.0.1:{proxy.port}") == [kind]
+
+
+@pytest.mark.parametrize("said", ["BUSYKEY Target key name already exists.", "BUSYGROUP Group exists"])
+def test_another_error_that_begins_like_one_of_them(said: str, proxy: Proxy) -> None:
+    proxy.fault = Fault("answer", "request", text=f"-{said}\r\n".encode(), match=b"PING")
+    assert "refuses what the cache needs" in refusal(f"valkey://127.0.0.1:{proxy.port}")
+
+
+def test_a_server_that_runs_a_script_is_no_refusal() -> None:
+    """A real one, until the script is killed."""
+    import valkey
+
+    with EmbeddedServer() as busy, valkey.Valkey(port=busy.port) as one, valkey.Valkey(port=busy.port) as two:
+        one.config_set("busy-reply-threshold", 1)
+
+        def run() -> None:
+            with suppress(valkey.ResponseError):
+                one.eval("while true do end", 0)
+
+        script = threading.Thread(target=run)
+        script.start()
+
+        def is_busy() -> bool:
+            try:
+                two.ping()
+            except valkey.ResponseError as error:
+                return str(error).startswith("BUSY ")
+            return False
+
+        until(is_busy)
+        assert down(busy.url) == ["loading"]
+        two.script_kill()
+        script.join()
+        assert down(busy.url) == []
 
 
 def test_a_server_that_is_full_or_a_replica_is_no_refusal(server: EmbeddedServer, client: Any) -> None:
@@ -254,5 +359,31 @@ def test_a_wrong_one_among_several_is_told_while_another_is_silent(
     """All are asked at the same time."""
     with stranger(None) as silent, stranger(b"HTTP/1.1 400\r\n\r\n") as web:
         assert "is no Valkey" in refusal(
-            f"valkey://127.0.0.1:{silent},127.0.0.1:{server.port},127.0.0.1:{web}"
+            f"valkey://127.0.0.1:{silent},127.0.0.1:{server.port},127.0.0.1:{web}", 2.0
         )
+
+
+def test_what_a_node_is_asked_last_has_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails late, then is quiet under TLS, and speaks none. Of 2,250 s two are left after the failure, by a
+    clock that stands still from then on: in half of them it is given up, in the others it answers."""
+    now = 0.0
+    ended: list[bytes] = []
+    numbers = iter(range(3))
+
+    def serve(connection: socket.socket) -> None:
+        nonlocal now
+        number = next(numbers)
+        connection.settimeout(30)
+        with connection, suppress(OSError):
+            asked = connection.recv(4096)
+            if number == 0:
+                now = 2248.0
+            elif number == 1:
+                ended.append(connection.recv(4096))  # until we hang up
+            elif asked == b"PING\r\n":
+                connection.sendall(b"+PONG\r\n")
+
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now))
+    with stranger(serve) as port:
+        assert "speaks no TLS: use valkey://" in refusal(f"valkeys://127.0.0.1:{port}", 1000.0)
+    assert ended == [b""]
