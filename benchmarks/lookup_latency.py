@@ -345,7 +345,10 @@ def time_own_pool(tokens: int) -> dict[str, Any]:
     """
     from glm_connectors.tiers import Namespace, PageLayout, TierConfig, TieredStore
 
-    from glm_sglang.cache.page_keys import chain as hashed
+    from glm_sglang.cache.page_keys import chain_names
+
+    def hashed(ids: array[int], page_tokens: int) -> list[bytes]:
+        return [bytes.fromhex(name) for name in chain_names(ids, page_tokens)]
 
     ids = array("q", prompt_of(tokens).tolist())
     keys = hashed(ids, PAGE)

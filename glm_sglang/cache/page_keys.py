@@ -30,11 +30,6 @@ _WIDE = b"\xff"
 _TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
 
 
-def chain(tokens: Sequence[int], page_tokens: int, prior: bytes | None = None) -> list[bytes]:
-    """Digests of the pages of `tokens`, 32 bytes each; see `chain_names`."""
-    return [bytes.fromhex(name) for name in chain_names(tokens, page_tokens, prior)]
-
-
 def chain_names(
     tokens: Sequence[int], page_tokens: int, prior: bytes | None = None, *, yielding: bool = False
 ) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 
 from glm_sglang.cache import gate, in_use
 from glm_sglang.cache.arrivals import Arrivals
-from glm_sglang.cache.page_keys import chain
 from glm_sglang.cache.recorder import Recorder
+from tests.unit.cache.digests import chain
 from tests.unit.cache.memory_store import MemoryStore
 
 PAGE = 64

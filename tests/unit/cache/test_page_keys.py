@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from glm_sglang.cache import page_keys
-from glm_sglang.cache.page_keys import chain, chain_names
+from glm_sglang.cache.page_keys import chain_names
+from tests.unit.cache.digests import chain
 
 TOKENS = [(i * 7919) % 151_000 for i in range(200)]
 
@@ -105,7 +106,7 @@ def test_ids_beyond_32_bits_have_pages_of_their_own() -> None:
 
 def test_the_same_whatever_the_hash_seed() -> None:
     """LMCache 1739, 2979: several ranks, zero hits, because the hash seed differed."""
-    program = "from glm_sglang.cache.page_keys import chain; print(chain(list(range(128)), 64)[1].hex())"
+    program = "from glm_sglang.cache.page_keys import chain_names; print(chain_names(range(128), 64)[1])"
     said = {
         subprocess.run(
             [sys.executable, "-c", program],

@@ -14,7 +14,7 @@ from glm_connectors.tiers import Share
 from glm_connectors.tiers.envelope import HEADER_BYTES
 from glm_connectors.valkey_store import EmbeddedServer
 
-from glm_sglang.cache.page_keys import chain
+from tests.unit.cache.digests import chain
 from tests.unit.cache.test_linker import prompt, restored, saved
 from tests.unit.cache.test_tiered import fetched
 from tests.unit.cache.tree import PAGE, Tree

@@ -17,8 +17,8 @@ from glm_connectors.valkey_store import EmbeddedServer
 from glm_connectors.valkey_store.breaker import CLOSED
 
 from glm_sglang.cache.arrivals import Arrivals
-from glm_sglang.cache.page_keys import chain
 from glm_sglang.cache.recorder import Recorder
+from tests.unit.cache.digests import chain
 from tests.unit.tiers.ranks import PATIENCE, Rank, until
 from tests.unit.tiers.valkey_proxy import Fault, Proxy
 

@@ -77,7 +77,7 @@ def test_a_flipped_bit_in_valkey_is_a_miss(node: Callable[..., Tree], valkey: Em
     tokens = prompt(4, seed=12)
     first.prefill(tokens)
     in_valkey(first)
-    from glm_sglang.cache.page_keys import chain
+    from tests.unit.cache.digests import chain
 
     client = client_library.Valkey(port=valkey.port)
     [name] = [n for n in client.scan_iter(count=1000) if chain(tokens, PAGE)[2].hex().encode() in n]
