@@ -21,7 +21,6 @@ import numpy as np
 
 from glm_sglang.cache.in_use import in_use
 
-DIGEST_BYTES = 32
 # Pages hashed before the interpreter lock is offered to others: about half a millisecond.
 _PAGES_A_TURN = 256
 _U32_MAX = 0xFFFF_FFFF
