@@ -109,9 +109,16 @@ def _ask_for_pages(client: Any, clustered: bool) -> None:
 
 def said(url: StoreUrl, error: BaseException) -> str:
     """A failure's first line, without the password: a server may repeat what it was asked, or the beginning of it
-    (Valkey: 128 bytes)."""
+    (Valkey: 128 bytes, with spaces for line ends), a library may quote it."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    secret = url.password
-    while len(secret) > 4 and secret not in line:
-        secret = secret[:-1]
-    return (line.replace(secret, "***") if secret else line)[:200]
+    forms = {
+        url.password,
+        " ".join(url.password.splitlines()),
+        *(f(url.password)[1:-1] for f in (repr, ascii)),
+    }
+    found = [
+        next((form[:end] for end in range(len(form), 4, -1) if form[:end] in line), form) for form in forms
+    ]
+    for secret in sorted(filter(None, found), key=len, reverse=True):
+        line = line.replace(secret, "***")
+    return line[:200]

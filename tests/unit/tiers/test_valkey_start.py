@@ -17,8 +17,10 @@ from glm_connectors.valkey_store import (
     CacheUrlError,
     EmbeddedServer,
     StoreFailedError,
+    StoreUrl,
     ValkeyStore,
     check_at_start,
+    health,
     parse,
     start,
 )
@@ -128,6 +130,25 @@ def test_nor_the_beginning_of_one_that_the_server_cuts() -> None:
     answer = f"-ERR unknown command 'AUTH', with args beginning with: 'joe' '{token[:121]}\r\n".encode()
     with stranger(answer) as port:
         assert refusal(f"valkey://joe:{token}@127.0.0.1:{port}").endswith("'joe' '***")
+
+
+@pytest.mark.parametrize(
+    ("password", "repeated"),
+    [
+        ("one line\nanother line", "one line another line"),  # as Valkey does
+        ("one line\nanother line", "one line\nanother line"),
+        ("one line\nanother line", r"one line\nanother line"),  # a quoted one
+        ("gemäß\x07", "gemäß\x07"),
+        ("gemäß\x07", r"gemäß\x07"),
+        ("gemäß\x07", r"gem\xe4\xdf\x07"),
+        ("abc", "abc"),
+    ],
+)
+def test_nor_one_that_comes_back_otherwise(password: str, repeated: str) -> None:
+    url = StoreUrl("valkey", password=password)
+    text = health.said(url, RuntimeError(f"ERR 'AUTH' 'joe' '{repeated}' is no command"))
+    assert text.startswith("ERR 'AUTH' 'joe' '***")
+    assert not [word for word in (*password.split(), *repeated.split()) if len(word) > 2 and word in text]
 
 
 @pytest.mark.parametrize("verb", [b"AUTH", b"GET"])
