@@ -175,3 +175,31 @@ def test_a_restart_between_the_demos_turns_keeps_its_hits() -> None:
         figures = [int(word.replace(",", "")) for word in said.groups()]
         assert figures == [second[tokens], second["cached_tokens"]]
     assert result("cpu/demo_restart_valkey")["turns"][1]["valkey_tokens"] == 0
+
+
+def test_second_turns_under_stalls_are_said_as_measured() -> None:
+    found = result("cpu/stalled_valkey")
+    stalled, unrepaired = found["stalled"], found["lmcache_unrepaired"]["timeout_1_s"]
+    turns = stalled["by_wait"]["2000"]
+    assert (found["hit_rate_second_half"], found["pages_wrong"], found["zero_stores"]) == (1.0, 0, 0)
+    assert (found["queue_at_end"], found["workers_lost"]) == (0, 0)
+    assert (unrepaired["hit_rate_second_half"], unrepaired["live_workers"]) == (0.0, 0)
+    said = re.search(
+        r"the 92 that arrived in a stall .*? \((\S+) s to the first token at most; median of all (\S+) s, "
+        r"without stalls (\S+) s\);\s(\S+) loaded pages .*? cache ≤ (\S+) ms, .*? at most (\d+) jobs .*? second half, "
+        r"(\d+) stores of\snothing, (\d+) jobs",
+        README,
+        re.DOTALL,
+    )
+    assert said
+    assert turns["arrived_in_a_stall"] == 92
+    medians = [run["by_wait"]["2000"]["ttft_s"]["p50"] for run in (stalled, found["no_stall"])]
+    assert [float(word.replace(",", "")) for word in said.groups()] == [
+        round(found["ttft_max_s"], 2),
+        *(round(median, 3) for median in medians),
+        found["pages_checked"],
+        found["scheduler_stall_p99_ms"],
+        found["queue_most"],
+        unrepaired["zero_stores"],
+        unrepaired["queue_at_end"],
+    ]
