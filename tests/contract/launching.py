@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,13 @@ GUARD_SITE = HERE / "guard_site"
 RIVAL_SITE = HERE / "rival_site"
 # What the launcher says of a start that is all right.
 SAID = ("filled in", " platform: ", "MoE layers run ")
+_GONE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A launcher that ended: exit code, both streams, and the processes of its session that outlived it."""
+    """A launcher that ended: exit code, both streams, and the processes of its session that outlived it
+    by five seconds."""
 
     code: int
     out: str
@@ -90,7 +93,10 @@ def run(
         os.killpg(process.pid, 9)
         out, err = process.communicate()
         pytest.fail(f"{module} did not end within {timeout_s} s\n{err[-4000:]}")
-    left = session_members(process.pid)
+    # Who was killed, or sees its parent's pipe end (multiprocessing's resource tracker), is gone a moment later.
+    ends = time.monotonic() + _GONE_S
+    while (left := session_members(process.pid)) and time.monotonic() < ends:
+        time.sleep(0.02)
     for pid in left:
         os.kill(pid, 9)
     return Ended(process.returncode, out, err, left)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from glm_connectors.valkey_store import EmbeddedServer
 
-from glm_sglang.cache.page_keys import chain
+from glm_sglang.cache.page_keys import chain_names
 from glm_sglang.cluster import DecodeServer, PrefillServer, Router
 from glm_sglang.oracle import Oracle
 from glm_sglang.serving import Server, stop_together
@@ -199,7 +199,7 @@ def test_a_block_that_valkey_has_lost(pair: Cached, expected: Callable[..., list
     first = prompt(6 * PAGE, 7)
     pair.ask(first)
     pair.flush()
-    key = chain(first, PAGE)[3].hex()
+    key = chain_names(first, PAGE)[3]
     client = valkey.Valkey(port=pair.valkey.port)
     names = [name for name in client.scan_iter(count=1000) if key.encode() in name.lower()]
     assert len(names) == 1
