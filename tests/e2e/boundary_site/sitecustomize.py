@@ -4,11 +4,13 @@ launched, the scheduler takes no further step before an abort of it has come, an
 What is replaced is when the scheduler reads its input, never what it does with it.
 """
 
-import importlib.abc
-import importlib.util
+import pathlib
 import re
 import sys
 import time
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from after_import import after_import
 
 _MODULE = "sglang.srt.managers.scheduler"
 _NAME = re.compile(r"stops-after-(\d+)")
@@ -38,22 +40,4 @@ def _patch(module):
     scheduler.run_batch, scheduler.ingest_requests = run_batch, ingest_requests
 
 
-class _PatchAfterImport(importlib.abc.MetaPathFinder):
-    done = False
-
-    def find_spec(self, name, path=None, target=None):
-        if name != _MODULE or self.done:
-            return None
-        self.done = True
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            _patch(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _PatchAfterImport())
+after_import(_MODULE, _patch)

@@ -28,6 +28,15 @@ def pool_of(slots: int = SLOTS) -> CpuPool:
     return CpuPool(LAYOUT, slots * 512)
 
 
+def filled() -> tuple[CpuPool, list[Any]]:
+    """A pool of MANY slots, and in it the pages of one prompt, `keys(MANY)`; nobody holds them."""
+    pool = pool_of(MANY)
+    pages = pool.take(MANY, "save")
+    assert pages is not None
+    pool.insert(pages, keys(MANY), "save")
+    return pool, pages
+
+
 def recount(pool: CpuPool) -> None:
     """The counts are those of the pages; all that may be taken is offered, and nothing that is held may."""
     pages = pool._pages
@@ -421,11 +430,7 @@ def test_a_page_that_somebody_else_refers_to_is_not_evicted_and_its_slot_comes_b
 @pytest.mark.parametrize("referred_to", [False, True])
 def test_a_page_that_was_to_go_and_is_dropped_is_free(referred_to: bool) -> None:
     """At once, or when somebody else who refers to it lets go."""
-    pool = pool_of(MANY)
-    chain = keys(MANY)
-    pages = pool.take(MANY, "save")
-    assert pages is not None
-    pool.insert(pages, chain, "save")
+    pool, pages = filled()
     taken = pool.take(1, "get")
     assert taken is not None
     page = next(page for page in pages if page.spare)
@@ -453,11 +458,7 @@ def test_those_who_take_in_turn_get_neighbours_each() -> None:
 
 def test_a_page_that_is_to_go_is_counted_once() -> None:
     """It is the least recently used again once all others are in use."""
-    pool = pool_of(MANY)
-    chain = keys(MANY)
-    pages = pool.take(MANY, "save")
-    assert pages is not None
-    pool.insert(pages, chain, "save")
+    pool, pages = filled()
     assert pool.take(1, "get") is not None
     held, _ = pool.hold_any([page.key for page in pages if page.resident and not page.spare], "load")
     assert len(held) == MANY - 6
@@ -470,11 +471,7 @@ def test_a_page_that_is_to_go_is_counted_once() -> None:
 
 def test_a_page_that_was_to_go_stays_where_somebody_else_refers_to_it_meanwhile() -> None:
     """And a take that finds too few leaves those that it found to others."""
-    pool = pool_of(MANY)
-    chain = keys(MANY)
-    pages = pool.take(MANY, "save")
-    assert pages is not None
-    pool.insert(pages, chain, "save")
+    pool, pages = filled()
     taken = pool.take(1, "get")
     assert taken is not None
     rest = [page for page in pages if page.resident and not page.spare]
@@ -514,11 +511,8 @@ def test_a_refusal_looks_at_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["hold", "hold_any", "missing"])
 def test_a_page_that_was_to_go_and_is_used_stays(how: str) -> None:
     """Five more than needed were chosen among: they are held, or were used, before it is their turn."""
-    pool = pool_of(MANY)
+    pool, pages = filled()
     chain = keys(MANY)
-    pages = pool.take(MANY, "save")
-    assert pages is not None
-    pool.insert(pages, chain, "save")
     assert pool.take(1, "get") is not None  # of the six oldest: the end of the prompt
     used = [page.key for page in pages if page.spare]
     assert used == chain[34:39]

@@ -4,11 +4,12 @@
 What is replaced is what NIXL answers, never what SGLang does with the answer.
 """
 
-import importlib.abc
-import importlib.util
 import os
 import pathlib
 import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[2]))
+from after_import import after_import
 
 _MODULE = "nixl_cu13._api"
 _SWITCH = pathlib.Path(os.environ["FAILING_TRANSFERS"])
@@ -37,22 +38,4 @@ def _patch(module):
     agent.check_xfer_state, agent.transfer = check_xfer_state, transfer
 
 
-class _PatchAfterImport(importlib.abc.MetaPathFinder):
-    done = False
-
-    def find_spec(self, name, path=None, target=None):
-        if name != _MODULE or self.done:
-            return None
-        self.done = True
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            _patch(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _PatchAfterImport())
+after_import(_MODULE, _patch)

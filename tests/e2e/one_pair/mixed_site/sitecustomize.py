@@ -2,10 +2,12 @@
 decode rows, as the scheduler puts it together: the rows of either kind.
 """
 
-import importlib.abc
-import importlib.util
 import os
+import pathlib
 import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[2]))
+from after_import import after_import
 
 _MODULE = "sglang.srt.managers.schedule_batch"
 
@@ -23,23 +25,5 @@ def _patch(module):
     batch.mix_with_running = mix_with_running
 
 
-class _PatchAfterImport(importlib.abc.MetaPathFinder):
-    done = False
-
-    def find_spec(self, name, path=None, target=None):
-        if name != _MODULE or self.done:
-            return None
-        self.done = True
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            _patch(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if "MIXED_BATCHES" in os.environ:
-    sys.meta_path.insert(0, _PatchAfterImport())
+    after_import(_MODULE, _patch)
