@@ -22,7 +22,7 @@ from glm_kernels.page_copy import Rows
 
 from glm_sglang.cache import cuda_plan
 from glm_sglang.cache.copier import HostPage
-from glm_sglang.cache.cuda_loads import CudaLoads, by_address
+from glm_sglang.cache.cuda_loads import MEASURED, CudaLoads, by_address
 from glm_sglang.cache.cuda_ring import Ring
 from glm_sglang.cache.cuda_runtime import Event, Runtime, Stream, Strided
 from glm_sglang.cache.device_pages import DevicePages
@@ -47,9 +47,9 @@ class CudaPageCopier:
         slots: int = _SLOTS,
         slot_bytes: int = _SLOT_BYTES,
         region_of: Callable[[int], int] = cuda_plan.one_region,
-        **loads: int,
+        costs: cuda_plan.Costs = MEASURED,
     ) -> None:
-        """region_of: the part of host memory an address is in, where it was pinned in parts. loads: as `CudaLoads`."""
+        """region_of: the part of host memory an address is in, where it was pinned in parts. costs: `CudaLoads`'s."""
         self._runtime = runtime
         self._region_of = region_of
         self._page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
@@ -63,7 +63,7 @@ class CudaPageCopier:
         self._gather = runtime.stream(urgent=True)  # it is short, and a copy of a millisecond waits for it
         self._to_host = runtime.stream(urgent=False)
         self.loads = CudaLoads(
-            device, runtime, Ring(runtime, slots, slot_bytes), region_of=region_of, **loads
+            device, runtime, Ring(runtime, slots, slot_bytes), region_of=region_of, costs=costs
         )
         self._after = threading.local()
 

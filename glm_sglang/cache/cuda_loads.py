@@ -3,8 +3,9 @@
 The copy engine brings the pages into a staging slot, which a kernel scatters. The copies need no page numbers and run
 ahead of the forward before, as far as the slots reach; the scatter waits. The launch of the load's forward waits until
 all are queued, so the host's time for it counts. Host pages that lie next to each other are one strided copy a run,
-which moves as much as the bus does; scattered ones take more layers a copy, and the launch waits about as long as they
-are copied. docs/decisions.md has what else was measured for these.
+which moves as much as the bus does. Scattered ones take a call each, and a call takes the host longer than the bus a
+layer of a page; so the more runs, the more layers go together (`cuda_plan.Course`). docs/decisions.md has what else was
+measured for these.
 """
 
 from __future__ import annotations
@@ -21,20 +22,11 @@ from glm_sglang.cache.cuda_ring import Ring
 from glm_sglang.cache.cuda_runtime import Event, Runtime, Strided
 from glm_sglang.cache.device_pages import DevicePages
 
-_STEP_BYTES = 8 << 20  # of a load's first step: 0.15 ms over PCIe 5, against some 10 µs of launches
-# Of one strided copy, at least, where a load has so many bytes: a call takes the host 8 to 10 µs (measured beside an
-# H200), in which PCIe 5 moves 500 KB.
-_CALL_BYTES = 512 << 10
+# Measured beside an H200 at 78 layers: 8 to 10 µs a strided copy, 100 µs a block without its copies, 50 GB/s over PCIe 5.
+# A byte weighs a quarter more than that: where requests queue, the forward before hides what the host takes.
+MEASURED = cuda_plan.Costs(call=9e-6, block=1e-4, byte=2.5e-11)
 # Steps grow to a 16th of the layers: what the forward waits for, at most, where copy and layers take equally long.
 _LEAST_STEPS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Layers that are loaded together."""
-
-    group: cuda_plan.Group
-    staged: CopyTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +70,7 @@ class CudaLoads:
         runtime: Runtime,
         ring: Ring,
         *,
-        step_bytes: int = _STEP_BYTES,
-        call_bytes: int = _CALL_BYTES,
+        costs: cuda_plan.Costs = MEASURED,
         region_of: Callable[[int], int] = cuda_plan.one_region,
     ) -> None:
         self._runtime = runtime
@@ -87,13 +78,16 @@ class CudaLoads:
         self._region_of = region_of
         self._layers = device.layers
         self._page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
-        self._step_bytes, self._call_bytes = step_bytes, call_bytes
+        self._costs = costs
         layout = [[(part.start, part.rows.shape[1]) for part in layer] for layer in device.layers]
         most = max(1, len(layout) // _LEAST_STEPS)
-        made: dict[range, _Step] = {}
-        self._steps = {
-            first: [self._step(group, made) for group in cuda_plan.groups(layout, first, most)]
+        self._courses = [
+            cuda_plan.Course.of(cuda_plan.groups(layout, first, most))
             for first in cuda_plan.group_sizes(len(layout))
+        ]
+        # Of the layers that a step brings: several courses have steps in common.
+        self._staged = {
+            group.layers: self._table(group) for course in self._courses for group in course.groups
         }
         # Kernels are urgent: they are short, and a copy of a millisecond waits for each of them.
         self.stream = runtime.stream(urgent=True)
@@ -121,47 +115,34 @@ class CudaLoads:
         with self._runtime.on(self.stream):
             numbers = self._runtime.page_numbers(slots, self._page_tokens, order)
             load = _Load(runs, numbers)
-            for step in self._steps_of(len(source), len(runs)):
-                self._queue(load, step)
+            course = cuda_plan.best(self._courses, len(source), len(runs), self._ring.slot_bytes, self._costs)
+            for group in course.groups:
+                self._queue(load, group)
                 self.marked = self._runtime.event()
                 self.marked.record(self.stream)
-                for layer in step.group.layers:
+                for layer in group.layers:
                     landed(layer)
         return len(runs)
 
-    def _queue(self, load: _Load, step: _Step) -> None:
-        for block in load.blocks(max(1, self._ring.slot_bytes // step.group.width)):
+    def _queue(self, load: _Load, group: cuda_plan.Group) -> None:
+        for block in load.blocks(max(1, self._ring.slot_bytes // group.width)):
             slot = self._ring.take(self.copies)
-            staged = slot.pages(block.numbers.shape[0], step.group.width)
-            copies = _strided(block.runs, step.group, staged.data_ptr())
+            staged = slot.pages(block.numbers.shape[0], group.width)
+            copies = _strided(block.runs, group, staged.data_ptr())
             self._runtime.copy(copies, to_host=False, stream=self.copies)
             slot.filled.record(self.copies)
             self.stream.wait_event(slot.filled)
-            self._runtime.scatter(step.staged, block.numbers, staged)
+            self._runtime.scatter(self._staged[group.layers], block.numbers, staged)
             slot.free.record(self.stream)
 
-    def _steps_of(self, pages: int, run_count: int) -> list[_Step]:
-        return self._steps[
-            cuda_plan.layers_together(
-                len(self._layers),
-                self._page_bytes // len(self._layers),
-                pages,
-                run_count,
-                step=self._step_bytes,
-                call=self._call_bytes,
-            )
-        ]
-
-    def _step(self, group: cuda_plan.Group, made: dict[range, _Step]) -> _Step:
-        """One for all that load these layers together."""
-        if group.layers not in made:
-            rows = [
+    def _table(self, group: cuda_plan.Group) -> CopyTable:
+        return self._runtime.table(
+            [
                 Rows(part.rows, start)
                 for layer, starts in zip(group.layers, group.starts, strict=True)
                 for part, start in zip(self._layers[layer], starts, strict=True)
             ]
-            made[group.layers] = _Step(group, self._runtime.table(rows))
-        return made[group.layers]
+        )
 
 
 def _strided(runs: Sequence[cuda_plan.Run], group: cuda_plan.Group, base: int) -> list[Strided]:

@@ -132,24 +132,54 @@ def groups(layers: Sequence[Sequence[tuple[int, int]]], first: int, most: int) -
     return found
 
 
-def layers_together(
-    layers: int, layer_bytes: int, pages: int, run_count: int, *, step: int, call: int
-) -> int:
-    """How many layers the first step of a load takes, a power of two or all of them.
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What holds a load's forward up, in seconds.
 
-    Few enough that the forward waits for little before its first layer; enough that a step moves `step` bytes and a
-    single copy `call` bytes where the load has so many: below that its fixed cost shows.
+    call   of the host, for a strided copy.
+    block  of the host, for what else a block of pages takes: a slot, events, a scatter.
+    byte   of the bus, for a byte that the forward waits for before it has begun.
     """
-    if not pages:
-        return layers
-    by_step = -(-step // max(1, layer_bytes * pages))
-    by_call = -(-call * run_count // max(1, layer_bytes * pages))
-    wanted = max(by_step, by_call)
-    return min(layers, 1 << (wanted - 1).bit_length())
+
+    call: float
+    block: float
+    byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A way to load all layers: groups in order, and what is counted of them."""
+
+    groups: tuple[Group, ...]
+    spans: int
+    width: int
+
+    @staticmethod
+    def of(found: Sequence[Group]) -> Course:
+        """One of these groups."""
+        return Course(
+            tuple(found), sum(len(group.spans) for group in found), sum(group.width for group in found)
+        )
+
+    def delay(self, pages: int, run_count: int, slot_bytes: int, costs: Costs) -> float:
+        """Seconds by which the forward is launched and begins later, at most: what the host queues before the last
+        layer can be launched, and the copy of the first group.
+
+        Both at once: groups of few layers start early and are many; scattered pages take a call each, whatever a
+        group has of them.
+        """
+        calls = self.spans * run_count
+        blocks = len(self.groups) + pages * self.width // slot_bytes
+        return costs.call * calls + costs.block * blocks + costs.byte * pages * self.groups[0].width
+
+
+def best(courses: Sequence[Course], pages: int, run_count: int, slot_bytes: int, costs: Costs) -> Course:
+    """The one that delays the forward least; of equals the first."""
+    return min(courses, key=lambda course: course.delay(pages, run_count, slot_bytes, costs))
 
 
 def group_sizes(layers: int) -> list[int]:
-    """What `layers_together` can be."""
+    """How many layers the first group of a course may have: powers of two, and all."""
     return sorted({min(layers, 1 << power) for power in range(layers.bit_length() + 1)})
 
 

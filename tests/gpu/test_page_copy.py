@@ -21,7 +21,7 @@ from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.cuda_runtime import CudaRuntime
 from glm_sglang.cache.device_pages import DevicePages, device_pages
 from tests.unit.page_copy.layouts import CASES, PAGES, Case, pool
-from tests.unit.page_copy.pages_on_sim import HEADER, SLOT, Slot, shuffled, slots_of
+from tests.unit.page_copy.pages_on_sim import APART, HEADER, SLOT, Slot, shuffled, slots_of
 
 pytestmark = pytest.mark.gpu
 POOL = 40
@@ -126,15 +126,14 @@ def pinned(page_bytes: int, slots: int) -> list[Slot]:
 
 
 def small(pages: DevicePages) -> CudaPageCopier:
-    """Slots of three pages, steps of half a page, so that the ring turns and layers go apart."""
+    """Slots of three pages, a layer a step, so that the ring turns and layers go apart."""
     size = pages.layout.page_bytes
     return CudaPageCopier(
         pages,
         CudaRuntime(pages.device),
         slots=2,
         slot_bytes=3 * size,
-        step_bytes=size // 2,
-        call_bytes=1,
+        costs=APART,
     )
 
 

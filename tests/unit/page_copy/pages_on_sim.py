@@ -11,6 +11,7 @@ import torch
 from glm_connectors.tiers import PageLayout
 
 from glm_sglang.cache.cuda_copies import CudaPageCopier
+from glm_sglang.cache.cuda_plan import Costs
 from glm_sglang.cache.device_pages import DevicePages, Part
 from tests.unit.page_copy.layouts import Case, pool, staged
 from tests.unit.page_copy.simulator import SimDevice
@@ -18,6 +19,9 @@ from tests.unit.page_copy.simulator import SimDevice
 HEADER = 128
 SLOT = 512
 TOKENS = 64
+# What a load takes into account, so that it goes layer by layer, or all layers at once.
+APART = Costs(call=0.0, block=0.0, byte=1.0)
+TOGETHER = Costs(call=1.0, block=1.0, byte=0.0)
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,7 @@ def copier(pages: DevicePages, device: SimDevice, *, block: int = 2, slots: int 
         device,
         slots=slots,
         slot_bytes=block * size + 64,
-        step_bytes=size // 2,
-        call_bytes=1,
+        costs=APART,
     )
 
 

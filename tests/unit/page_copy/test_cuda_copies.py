@@ -11,6 +11,8 @@ from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.device_pages import DevicePages
 from tests.unit.page_copy.layouts import PAGES, SMALL, Case, pool
 from tests.unit.page_copy.pages_on_sim import (
+    APART,
+    TOGETHER,
     copier,
     device_pages,
     expected,
@@ -246,8 +248,8 @@ def test_layers_of_a_step_share_an_event() -> None:
     device = SimDevice(1)
     _, slots = host_pages(FP8, 3)
     pages = device_pages(FP8, POOL)
-    for more, events in (({"step_bytes": 1 << 30}, 1), ({"step_bytes": 1}, FP8.layers)):
-        ours = CudaPageCopier(pages, device, slot_bytes=FP8.page_bytes + 64, call_bytes=1, **more)
+    for costs, events in ((TOGETHER, 1), (APART, FP8.layers)):
+        ours = CudaPageCopier(pages, device, slot_bytes=FP8.page_bytes + 64, costs=costs)
         marks: list[object] = []
 
         def landed(layer: int, ours: CudaPageCopier = ours, marks: list[object] = marks) -> None:

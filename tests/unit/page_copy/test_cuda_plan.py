@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm_sglang.cache import cuda_plan
+from glm_sglang.cache.cuda_loads import MEASURED
 
 addresses = st.sets(st.integers(0, 60), max_size=30).map(lambda slots: [7 + 100 * s for s in sorted(slots)])
 
@@ -103,20 +104,55 @@ def test_a_forward_that_takes_no_less_than_the_copy_waits_for_the_first_group_an
     assert now - slower * layers <= first + max(0, most - 1) + 1e-9
 
 
-@given(st.integers(1, 100), st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 1 << 20))
-def test_every_number_of_layers_that_is_chosen_is_one_of_the_sizes(
-    layers: int, pages: int, run_count: int, layer_bytes: int
-) -> None:
-    together = cuda_plan.layers_together(layers, layer_bytes, pages, run_count, step=8 << 20, call=256 << 10)
-    assert together in cuda_plan.group_sizes(layers)
+SLOT_BYTES = 64 << 20
+
+
+def courses(layers: int, owners: set[int]) -> list[cuda_plan.Course]:
+    sizes = layout(layers, owners)
+    most = max(1, layers // 16)
+    return [
+        cuda_plan.Course.of(cuda_plan.groups(sizes, first, most)) for first in cuda_plan.group_sizes(layers)
+    ]
+
+
+def test_a_delay_counts_calls_and_blocks_and_what_goes_first() -> None:
+    """Three layers of 41,984 bytes, 8,448 of index keys in two of them; four pages in two runs."""
+    apart = courses(3, {0, 1})[0]
+    count = cuda_plan.Costs(call=1.0, block=0.0, byte=0.0)
+    assert apart.delay(4, 2, SLOT_BYTES, count) == 2 * (3 + 2)
+    count = cuda_plan.Costs(call=0.0, block=1.0, byte=0.0)
+    assert apart.delay(4, 2, SLOT_BYTES, count) == 3
+    assert apart.delay(4, 2, 41984, count) == 3 + 4 * (3 * 41984 + 2 * 8448) // 41984
+    count = cuda_plan.Costs(call=0.0, block=0.0, byte=1.0)
+    assert apart.delay(4, 2, SLOT_BYTES, count) == 4 * (41984 + 8448)
+
+
+GLM = courses(78, {0, 1, 2, *range(6, 78, 4)})  # 3.45 MB a page
+
+
+def first_layers(pages: int, run_count: int = 1) -> int:
+    return len(cuda_plan.best(GLM, pages, run_count, SLOT_BYTES, MEASURED).groups[0].layers)
 
 
 def test_large_loads_go_layer_by_layer_and_small_ones_together() -> None:
-    def together(pages: int, run_count: int = 1) -> int:
-        return cuda_plan.layers_together(78, 44260, pages, run_count, step=8 << 20, call=256 << 10)
+    assert first_layers(2048) == 1  # 128k tokens: a layer is 88 MB, 1.8 ms
+    assert first_layers(1) == 78  # 0.07 ms for all layers, 22 groups of which would take the host 2
 
-    assert together(2000) == 1  # 128k tokens: 88 MB a layer
-    assert together(1) == 78  # one page is 3.4 MB, less than a step
-    assert together(64) == 4  # 2.8 MB a layer: 3 layers are a step, the next power of two
-    assert together(2000, run_count=2000) == 8  # no neighbours: 44 KB a copy would be too little
-    assert together(0) == 78
+
+def test_the_more_runs_the_more_layers_go_together() -> None:
+    assert first_layers(512) == 1
+    assert first_layers(512, 20) == 8  # layer by layer: 880 calls, 8 ms
+    assert first_layers(512, 512) == 32  # layer by layer: 22,528 calls, 200 ms; all at once: a copy of 35 ms
+    for pages in (8, 64, 512, 2048):
+        chosen = [first_layers(pages, run_count) for run_count in range(1, pages + 1)]
+        assert chosen == sorted(chosen)
+
+
+@given(st.integers(1, 4000), st.data())
+def test_no_other_course_delays_a_forward_less(pages: int, data: st.DataObject) -> None:
+    run_count = data.draw(st.integers(1, pages))
+
+    def delay(course: cuda_plan.Course) -> float:
+        return course.delay(pages, run_count, SLOT_BYTES, MEASURED)
+
+    assert delay(cuda_plan.best(GLM, pages, run_count, SLOT_BYTES, MEASURED)) == min(map(delay, GLM))

@@ -18,6 +18,7 @@ from tests.unit.cache import memory_store
 from tests.unit.cache import tree as trees
 from tests.unit.cache.conftest import context, make_tree  # noqa: F401
 from tests.unit.cache.tree import PAGE, Tree, expected_page
+from tests.unit.page_copy.pages_on_sim import APART
 from tests.unit.page_copy.simulator import SimDevice
 
 MakeTree = Callable[..., Tree]
@@ -37,8 +38,7 @@ def on_sim(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimDevice]:
                 device,
                 slots=2,
                 slot_bytes=2 * size,
-                step_bytes=size // 2,
-                call_bytes=1,
+                costs=APART,
             )
 
         def parts(**fields: Any) -> Parts:

@@ -55,10 +55,10 @@ class Overlap:
         loads = self.copier.loads
         original = loads._queue
 
-        def queue(load: Any, step: Any) -> None:
-            if layer in step.group.layers:
+        def queue(load: Any, group: Any) -> None:
+            if layer in group.layers:
                 loads.stream.wait_event(self._gate)
-            original(load, step)
+            original(load, group)
 
         loads._queue = queue
 
