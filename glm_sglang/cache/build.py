@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from glm_connectors import lmcache_repairs, tiers, valkey_store
@@ -54,7 +55,9 @@ def _parts(params: Any, components: Any) -> Parts:
     pool = params.token_to_kv_pool_allocator.get_kvcache()
     pages = device_pages(pool, int(params.page_size))
     space = identity.namespace(get_model(), pool, pages)
-    share = share_of(params)
+    groups = alike(params)
+    share = share_of(groups)
+    siblings = siblings_of(share, groups)
     lmcache_repairs.install()
     memory = pinned_memory(pages)
     exporter = Exporter(rank=str(get_parallel().tp_rank))
@@ -63,6 +66,7 @@ def _parts(params: Any, components: Any) -> Parts:
         space,
         writer=True,
         share=share,
+        siblings=siblings,
         sink=exporter,
         memory=memory,
     )
@@ -133,22 +137,42 @@ def _import_client() -> None:
     importlib.import_module("glide_sync")
 
 
-def share_of(params: Any) -> tiers.Share:
-    """Which of the pages that it computes this rank saves to Valkey: its share of those that other ranks hold as well.
+def alike(params: Any) -> list[Any]:
+    """Groups of ranks that hold the same pages: each rank of the one with each of the other. [] for one alone.
 
     Ranks of one attention TP and CP group do. DP ranks have requests of their own, and pipeline stages layers of their
-    own, so each group saves everything. UPSTREAM: UnifiedRadixCache._all_reduce_attn_groups, whose groups these are.
+    own. UPSTREAM: UnifiedRadixCache._all_reduce_attn_groups, whose groups these are.
     """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
-        return tiers.Share()
+        return []
     groups = (params.attn_cp_cache_group, params.attn_tp_cache_group)
-    alike = [group for group in groups if group is not None and distributed.get_world_size(group=group) > 1]
-    if not alike and params.tp_cache_group is not None:
-        alike = [params.tp_cache_group]
+    found = [group for group in groups if group is not None and distributed.get_world_size(group=group) > 1]
+    return found if found or params.tp_cache_group is None else [params.tp_cache_group]
+
+
+def share_of(groups: Sequence[Any]) -> tiers.Share:
+    """Which of the pages that it computes this rank saves to Valkey: its share of those that `alike` ranks hold."""
+    from torch import distributed
+
     index, of = 0, 1
-    for group in alike:
+    for group in groups:
         size = distributed.get_world_size(group=group)
         index, of = index * size + distributed.get_rank(group=group), of * size
     return tiers.Share(index, of)
+
+
+def siblings_of(share: tiers.Share, groups: Sequence[Any]) -> tiers.Siblings | None:
+    """The ranks that hold the same pages, who come here together; None for one alone."""
+    from torch import distributed
+
+    if share.of == 1:
+        return None
+    place = tiers.Place(share)
+    known = [place.address]
+    for group in reversed(groups):  # of the inner group first, then of all inner groups
+        found: list[Any] = [None] * distributed.get_world_size(group=group)
+        distributed.all_gather_object(found, known, group=group)
+        known = [address for some in found for address in some]
+    return tiers.Siblings(place, known)

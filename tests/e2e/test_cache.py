@@ -327,6 +327,8 @@ QUIET = {
     "cache_registered_bytes",
     "cache_save_queue_bytes",
     "cache_save_queue_pages",
+    "cache_sibling_pages",
+    "cache_siblings",
     "cache_store_failures",
     "cache_waiting_requests",
     "scheduler_hold_running_seconds",
@@ -445,6 +447,7 @@ def test_two_ranks_of_another_process(pair: Cached, model: Path, expected: Calla
     for rank in ("0", "1"):
         assert metrics.sum("cache_hit_pages_total", tier="valkey", rank=rank) == 5
         assert metrics.sum("cache_load_pages_total", rank=rank) == 5
+        assert metrics.sum("cache_siblings", state="usable", rank=rank) == 1
         assert metrics.sum("cache_offload_pages_total", end="saved", rank=rank) >= 1
     copied = [metrics.sum("cache_offload_pages_total", end="saved", rank=rank) for rank in ("0", "1")]
     assert copied == [metrics.sum("cache_saved_pages_total")] * 2

@@ -22,6 +22,7 @@ from glm_connectors.tiers.layout import Namespace, PageLayout
 from glm_connectors.tiers.metrics import Histogram, Metric, MetricTable, Sink
 from glm_connectors.tiers.pool import Page
 from glm_connectors.tiers.share import Share
+from glm_connectors.tiers.siblings import Place, Siblings
 from glm_connectors.tiers.store import TieredStore
 from glm_connectors.tiers.ticket import Ticket
 
@@ -32,7 +33,9 @@ __all__ = [
     "Namespace",
     "Page",
     "PageLayout",
+    "Place",
     "Share",
+    "Siblings",
     "Sink",
     "Ticket",
     "TierConfig",

@@ -6,6 +6,7 @@ from glm_connectors.lmcache_repairs.counters import GAUGES, HELP
 from glm_connectors.tiers.envelope import FAULTS
 from glm_connectors.tiers.metrics import Metric
 from glm_connectors.tiers.pool import OWNERS
+from glm_connectors.tiers.siblings import STATES
 from glm_connectors.valkey_store.failures import KINDS
 from glm_connectors.valkey_store.store import WAYS
 
@@ -29,6 +30,8 @@ PREFETCH_ENDS = (
 # Why a put was given up. full: the queue, or its share of the pool. down: the store was, for all its patience.
 # failed: three times. closing, cleared: by `close`, `clear`.
 DROPS = ("full", "down", "failed", "closing", "cleared")
+
+SIBLING_PAGES = ("copied", "absent", "unusable")
 
 _LOOKUP = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2)
 _WAIT = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -62,6 +65,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("cache_prefetches", "counter", "prefetches by how they ended", {"end": PREFETCH_ENDS}),
     Metric("cache_loaded_bytes", "counter", "bytes of pages that came from Valkey"),
+    Metric(
+        "cache_sibling_pages",
+        "counter",
+        "pages that another rank of the machine gets for all: copied from it; absent there, or unusable: from Valkey",
+        {"outcome": SIBLING_PAGES},
+    ),
+    Metric("cache_siblings", "gauge", "other ranks that hold the same pages", {"state": STATES}),
     Metric("cache_saved_pages", "counter", "pages that Valkey took"),
     Metric("cache_saved_bytes", "counter", "bytes of pages that Valkey took"),
     Metric("cache_dropped_saves", "counter", "pages that were not put into Valkey", {"reason": DROPS}),

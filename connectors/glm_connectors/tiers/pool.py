@@ -26,9 +26,9 @@ from glm_connectors.tiers.layout import PageLayout
 from glm_connectors.tiers.places import Places
 from glm_connectors.tiers.pool_memory import keep, lmcache, prefer_huge_pages
 
-# wait: by a request that waits to run (`prefetch`).
-Owner = Literal["load", "save", "put", "get", "wait"]
-OWNERS: tuple[Owner, ...] = ("load", "save", "put", "get", "wait")
+# wait: by a request that waits to run (`prefetch`). sibling: lent to another rank, which copies it (`siblings`).
+Owner = Literal["load", "save", "put", "get", "wait", "sibling"]
+OWNERS: tuple[Owner, ...] = ("load", "save", "put", "get", "wait", "sibling")
 _ALIGN = 512  # of a slot's bytes; the page starts 128 bytes into it
 # Of the pool: among so many slots more than are needed, free or of the least recently used pages, it is chosen which.
 _CHOICE = 1 / 8

@@ -4,9 +4,12 @@ A request's pages, those that the pool had and those that came, are held until `
 them, or it is gone. What all of them hold together is `room`'s; who finds no room there waits, also with nothing to be
 fetched: what nobody holds yet may be gone by the time it runs. What there is to fetch is seen once it has its room.
 
-Everything but `Prefetcher.start`/`urge`/`cancel` runs on the store's event loop; gets run on the
-repaired executor's threads. A get that has begun stores its page even when its request is gone by then: the
-bytes are there, and the next turn may want them.
+Where siblings lend, a rank gets from Valkey its own share of a prompt and copies the rest out of their memory
+(`siblings`), but for the first gets of each prompt: whether Valkey has it at all each rank finds out by itself, so that
+a new prompt, of which nothing is there, costs no more than on a rank alone. What is not lent comes from Valkey.
+
+Everything but `Prefetcher.start`/`urge`/`cancel` runs on the store's event loop; gets run on the repaired executor's
+threads (`gets`).
 """
 
 from __future__ import annotations
@@ -14,44 +17,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from glm_connectors.tiers.envelope import Envelope
+from glm_connectors.tiers.gets import HIT, Fetch, Getter
+from glm_connectors.tiers.lending import OUTCOMES, Lending
 from glm_connectors.tiers.metrics import MetricTable
 from glm_connectors.tiers.pool import CpuPool, Page
 from glm_connectors.tiers.rates import Worth
 from glm_connectors.tiers.room import Room
+from glm_connectors.tiers.siblings import Siblings
 from glm_connectors.tiers.ticket import Ticket
-from glm_connectors.valkey_store.glide import ABSENT
-from glm_connectors.valkey_store.store import StoreDownError, StoreFailedError, ValkeyStore
+from glm_connectors.valkey_store.store import ValkeyStore
 
 logger = logging.getLogger(__name__)
 
-_HIT = "hit"
-
-
-class _Fetch:
-    """One get, of one or several pages of one node, and the tickets that want it.
-
-    Its pages are held until none of them is under way any more: or a prompt's end, for which there is no room, would take
-    its beginning's slots.
-    """
-
-    def __init__(self, keys: list[bytes], lane: int | None) -> None:
-        """lane: of the prompt, whose pages come next to each other; None where they come with one get."""
-        self.keys, self.lane = keys, lane
-        self.tickets: set[Ticket] = set()
-        self.task: asyncio.Task[dict[bytes, str]] | None = None
-        self.held: list[Page] = []
-        self.left = False  # nobody wants it any more; whoever still has a page of it lets it go
-
 
 class Prefetcher:
-    """Prefetches of one store. group: pages of one get. window: gets under way for one ticket, at most. slots: how
-    many of the pool's waiting requests may hold, all together."""
+    """Prefetches of one store. group: pages of one get. asked: pages that a sibling is asked for at once. window: gets
+    under way for one ticket, at most. slots: how many of the pool's waiting requests may hold, all together."""
 
     def __init__(
         self,
@@ -64,18 +51,23 @@ class Prefetcher:
         table: MetricTable,
         *,
         group: int,
+        asked: int,
         window: int,
         slots: Callable[[], int],
+        siblings: Siblings | None = None,
     ) -> None:
         self._loop, self._executor, self._pool, self._valkey = loop, executor, pool, valkey
-        self._envelope, self._worth, self._table = envelope, worth, table
+        self._worth, self._table, self._siblings = worth, table, siblings
         self._group = group if valkey.batches_reads else 1
-        self._window = window
+        self._window, self._asked = window, asked
         self._lock = threading.Lock()
+        self._getter = Getter(pool, valkey, envelope, worth.load, table, self._lock)
         self._tickets: dict[str, set[Ticket]] = {}  # until they are cancelled
         self._room: Room[Ticket] = Room(slots)  # the event loop's
         self._tasks: set[asyncio.Task[None]] = set()
-        self._under_way: dict[bytes, _Fetch] = {}
+        self._under_way: dict[bytes, Fetch] = {}
+        self._planned: Counter[bytes] = Counter()  # what siblings may count on: pages that are yet to be got
+        self.lending = Lending(loop, pool, self._under_way, self._planned)
         self._waiting = 0  # pages that are being fetched for all tickets; an estimate
         self._closed = False
 
@@ -217,6 +209,8 @@ class Prefetcher:
 
     async def _run(self, ticket: Ticket) -> None:
         end = "failed"
+        planned = [] if self._siblings is None else list(ticket.missing)
+        self._planned.update(planned)
         try:
             end = await self._fetch_in_order(ticket)
             if end == "complete":
@@ -224,6 +218,10 @@ class Prefetcher:
         except Exception:
             logger.exception("prefetch of %s failed", ticket.rid)
         finally:
+            for key in planned:
+                self._planned[key] -= 1
+                if not self._planned[key]:
+                    del self._planned[key]
             with self._lock:
                 self._expect_no_more(ticket)
             self._hold_prefix(ticket)
@@ -253,11 +251,12 @@ class Prefetcher:
     async def _fetch_in_order(self, ticket: Ticket) -> str:
         """Keeps `window` gets going and stops behind the first page that does not come."""
         under_way: deque[tuple[Sequence[bytes], list[asyncio.Task[dict[bytes, str]]]]] = deque()
-        position, step = 0, self._group * len(self._valkey.nodes)
+        position, step, most = 0, self._group * len(self._valkey.nodes), self._window
+        lenders = 0
         while not ticket._cancelled:
-            while len(under_way) < self._window and position < len(ticket.missing):
+            while len(under_way) < most and position < len(ticket.missing):
                 keys = ticket.missing[position : position + step]
-                under_way.append((keys, self._fetch(ticket, keys)))
+                under_way.append((keys, self._fetch(ticket, keys, lenders)))
                 position += step
             if not under_way:
                 return "complete"
@@ -269,43 +268,96 @@ class Prefetcher:
                     outcomes |= task.result()
             for key in keys:
                 outcome = outcomes.get(key, "cancelled")
-                if outcome != _HIT:
+                if outcome != HIT:
                     return outcome
                 ticket.loaded += 1
+            # Valkey has the prompt. Steps are as many times longer, and as many times fewer.
+            if not lenders and self._siblings is not None and (lenders := self._siblings.count("usable")):
+                times = max(1, self._asked // self._group)
+                step *= times * (1 + lenders)
+                most = max(2, most // times)
         return "cancelled"
 
-    def _fetch(self, ticket: Ticket, keys: Sequence[bytes]) -> list[asyncio.Task[dict[bytes, str]]]:
-        """The gets that bring `keys`: those that are under way for others, and new ones for the rest."""
-        fetches: set[_Fetch] = set()
-        new: dict[int, list[bytes]] = {}
+    def _fetch(
+        self, ticket: Ticket, keys: Sequence[bytes], lenders: int
+    ) -> list[asyncio.Task[dict[bytes, str]]]:
+        """The gets that bring `keys`: those that are under way for others, and new ones for the rest. lenders: how many
+        siblings may be asked."""
+        fetches: set[Fetch] = set()
+        from_node: dict[int, list[bytes]] = {}
+        from_sibling: dict[int, list[bytes]] = {}
         for key in keys:
             shared = self._under_way.get(key)
-            if shared is None:
-                new.setdefault(self._valkey.shards.place(key), []).append(key)
-            else:
+            owner = self._siblings.owner(key) if lenders and self._siblings is not None else None
+            if shared is not None:
                 fetches.add(shared)
+            elif owner is not None:
+                from_sibling.setdefault(owner, []).append(key)
+            else:
+                from_node.setdefault(self._valkey.shards.place(key), []).append(key)
         lane = ticket.number if len(ticket.missing) > self._group else None
-        for node, theirs in new.items():
+        for node, theirs in from_node.items():
             for start in range(0, len(theirs), self._group):
-                fetch = _Fetch(theirs[start : start + self._group], lane)
-                self._under_way |= dict.fromkeys(fetch.keys, fetch)
-                fetch.task = self._loop.create_task(self._submit(node, fetch))
-                fetch.task.add_done_callback(partial(self._landed, fetch))
-                fetches.add(fetch)
+                fetch = Fetch(theirs[start : start + self._group], lane, 1 + lenders)
+                fetches.add(self._start(fetch, self._from_valkey(node, fetch, fetch.keys)))
+        for owner, theirs in from_sibling.items():
+            for start in range(0, len(theirs), self._asked):
+                fetch = Fetch(theirs[start : start + self._asked], lane)
+                fetches.add(self._start(fetch, self._from_sibling(owner, fetch)))
         for fetch in fetches:
             fetch.tickets.add(ticket)
         ticket._fetches |= fetches
         return [fetch.task for fetch in fetches if fetch.task is not None]
 
-    async def _submit(self, node: int, fetch: _Fetch) -> dict[bytes, str]:
+    def _start(self, fetch: Fetch, work: Coroutine[Any, Any, dict[bytes, str]]) -> Fetch:
+        self._under_way |= dict.fromkeys(fetch.keys, fetch)
+        fetch.task = self._loop.create_task(work)
+        fetch.task.add_done_callback(partial(self._landed, fetch))
+        return fetch
+
+    async def _from_valkey(self, node: int, fetch: Fetch, keys: Sequence[bytes]) -> dict[bytes, str]:
+        return await self._submit(keys, self._getter.from_valkey, node, fetch, keys)
+
+    async def _from_sibling(self, owner: int, fetch: Fetch) -> dict[bytes, str]:
+        """What the sibling lends is copied, what it has found out is taken over, the rest comes from Valkey."""
+        assert self._siblings is not None
+        outcomes: dict[bytes, str] = {}
+        async with self._siblings.borrow(owner, fetch.keys) as places:
+            lent = {key: place for key, place in zip(fetch.keys, places, strict=True) if place > 0}
+            for key, place in zip(fetch.keys, places, strict=True):
+                if place in OUTCOMES:
+                    outcomes[key] = OUTCOMES[place]
+            if lent:
+                keys, pid = list(lent), self._siblings.pid(owner)
+                outcomes |= await self._submit(
+                    keys, self._getter.from_sibling, pid, fetch, keys, list(lent.values())
+                )
+        rest: dict[int, list[bytes]] = {}
+        for key in fetch.keys:
+            if (outcome := outcomes.get(key, "absent")) in ("absent", "unusable"):
+                self._table.add("cache_sibling_pages", outcome)
+                rest.setdefault(self._valkey.shards.place(key), []).append(key)
+        parts = [
+            self._from_valkey(node, fetch, theirs[start : start + self._group])
+            for node, theirs in rest.items()
+            for start in range(0, len(theirs), self._group)
+        ]
+        for part in await asyncio.gather(*parts):
+            outcomes |= part
+        return outcomes
+
+    async def _submit(
+        self, keys: Sequence[bytes], work: Callable[..., list[str]], *args: object
+    ) -> dict[bytes, str]:
+        """`work` on a worker's thread: an outcome for each of `keys`."""
         try:
-            outcomes = await self._executor.submit_job(self._get, node, fetch)
-            return dict(zip(fetch.keys, outcomes, strict=True))
+            outcomes = await self._executor.submit_job(work, *args)
+            return dict(zip(keys, outcomes, strict=True))
         except Exception as error:
             logger.warning("a get failed: %s", error)
-            return dict.fromkeys(fetch.keys, "failed")
+            return dict.fromkeys(keys, "failed")
 
-    def _landed(self, fetch: _Fetch, _task: object = None) -> None:
+    def _landed(self, fetch: Fetch, _task: object = None) -> None:
         """Nobody joins it any more. Not the coroutine's to do: one cancelled before its first step runs no line
         of it."""
         for key in fetch.keys:
@@ -314,7 +366,7 @@ class Prefetcher:
 
     def _leave_all(self, tickets: set[Ticket]) -> None:
         """What nobody else wants ends: a get that is queued never starts, pages that came are no longer held."""
-        ended: list[_Fetch] = []
+        ended: list[Fetch] = []
         for ticket in tickets:
             for fetch in ticket._fetches:
                 fetch.tickets.discard(ticket)
@@ -331,59 +383,4 @@ class Prefetcher:
             if fetch.task is not None:
                 fetch.task.cancel()
             self._landed(fetch)  # whoever wants these pages from now on starts anew
-        self._pool.release(held, "get")
-
-    # A worker's thread
-
-    def _get(self, node: int, fetch: _Fetch) -> list[str]:
-        """Gets pages into new slots, checks them, makes them resident. An outcome for each key."""
-        keys = fetch.keys
-        with self._lock:
-            left = fetch.left
-            pages = None if left else self._pool.take(len(keys), "get", fetch.lane)
-        if pages is None:
-            return ["cancelled" if left else "full"] * len(keys)
-        kept = [False] * len(keys)
-        try:
-            names = [self._envelope.name(key) for key in keys]
-            started = self._worth.load.start()
-            arrived: int | None = 0
-            try:
-                lengths = self._valkey.get(node, names, [page.slot for page in pages])
-                arrived = sum(length for length in lengths if length > 0) or None
-            except StoreDownError:
-                arrived = None
-                return ["down"] * len(keys)
-            except StoreFailedError:
-                return ["failed"] * len(keys)
-            finally:
-                self._worth.load.stop(started, arrived)
-            there = [number for number, length in enumerate(lengths) if length != ABSENT]
-            if not there:
-                return ["miss"] * len(keys)
-            faults = self._envelope.check_all(
-                [pages[n] for n in there], [keys[n] for n in there], [lengths[n] for n in there]
-            )
-            bad: list[str] = []
-            for number, fault in zip(there, faults, strict=True):
-                kept[number] = fault is None
-                if fault is not None:
-                    self._table.add("cache_bad_values", fault)
-                    logger.warning("%s: not the page (%s), deleted", names[number], fault)
-                    bad.append(names[number])
-            if bad:
-                self._valkey.delete(node, bad)
-            good = [number for number, keep in enumerate(kept) if keep]
-            self._table.add("cache_loaded_bytes", amount=len(good) * self._envelope.value_bytes)
-            self._keep(fetch, [pages[n] for n in good], [keys[n] for n in good])
-            return [_HIT if keep else "miss" for keep in kept]
-        finally:
-            self._pool.release([page for page, keep in zip(pages, kept, strict=True) if not keep], "get")
-
-    def _keep(self, fetch: _Fetch, pages: list[Page], keys: list[bytes]) -> None:
-        """Makes pages resident, and holds those that are then there for the fetch as long as somebody wants it."""
-        held = self._pool.insert_held(pages, keys, "get")
-        with self._lock:
-            if not fetch.left:
-                fetch.held, held = held, []
         self._pool.release(held, "get")

@@ -1,4 +1,5 @@
-"""Which pages a rank puts into Valkey, of those that several ranks hold alike (MLA under TP and CP)."""
+"""Which pages a rank puts into Valkey, and gets from there for its siblings, of those that several ranks hold alike (MLA
+under TP and CP)."""
 
 from __future__ import annotations
 
@@ -23,6 +24,10 @@ class Share:
                 f"share {self.index} of {self.of}: expected an index from 0 on, below the number"
             )
 
+    def owner(self, key: bytes) -> int:
+        """The rank that puts the page of `key`. Keys are digests: every part of one is evenly spread."""
+        return int.from_bytes(key[:8], "little") % self.of
+
     def holds(self, key: bytes) -> bool:
-        """Whether this rank puts the page of `key`. Keys are digests: every part of one is evenly spread."""
-        return int.from_bytes(key[:8], "little") % self.of == self.index
+        """Whether it is this one."""
+        return self.owner(key) == self.index

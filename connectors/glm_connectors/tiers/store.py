@@ -22,6 +22,7 @@ from glm_connectors.tiers.prefetch import Prefetcher
 from glm_connectors.tiers.rates import Worth
 from glm_connectors.tiers.saves import SaveLimits, Saver
 from glm_connectors.tiers.share import Share
+from glm_connectors.tiers.siblings import STATES, Siblings
 from glm_connectors.tiers.ticket import Ticket
 from glm_connectors.valkey_store import EmbeddedServer, StoreUrl, ValkeyStore, parse
 from glm_connectors.valkey_store.store import WAYS, Way
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 8 << 20  # pages share a round trip up to here: below it, the cost of a call dominates
 _GROUP = 64
+_ASKED = 4  # groups that a sibling is asked for at once: a question takes both sides a few turns of the interpreter
 ALL = Share()
 
 
@@ -47,11 +49,13 @@ class TieredStore:
         *,
         writer: bool,
         share: Share = ALL,
+        siblings: Siblings | None = None,
         sink: Sink | None = None,
         memory: Callable[..., Any] | None = None,
     ) -> None:
         """writer: whether this rank saves to Valkey. share: which of the pages that it commits (MLA: ranks of a group
-        commit the same ones, and each page is put by one of them). memory: as for `CpuPool`.
+        commit the same ones, and each page is put by one of them). siblings: the ranks of that group, where they lend
+        each other what each has got; the store closes them. memory: as for `CpuPool`.
 
         Raises valkey_store.CacheUrlError, naming `--glm-cache-url`, for a bad URL or refused credentials; and
         ValueError for a pool too small for the layout. A store that is down is no error: its breaker starts
@@ -68,7 +72,14 @@ class TieredStore:
         if url.scheme != "none":
             try:
                 self._remote = _Remote(
-                    url, config, namespace, writer, pool=self._pool, worth=self._worth, table=self.metrics
+                    url,
+                    config,
+                    namespace,
+                    writer,
+                    siblings,
+                    pool=self._pool,
+                    worth=self._worth,
+                    table=self.metrics,
                 )
             except BaseException:
                 self._pool.close()
@@ -235,6 +246,9 @@ class TieredStore:
             return
         for way in WAYS:
             table.read_from("cache_breaker_state", way, read=partial(remote.valkey.state, way))
+        if (siblings := remote.siblings) is not None:
+            for state in STATES:
+                table.read_from("cache_siblings", state, read=partial(siblings.count, state))
         if (saver := remote.saver) is not None:
             table.read_from("cache_save_queue_pages", read=lambda: saver.outstanding)
             table.read_from("cache_save_queue_bytes", read=lambda: saver.outstanding * size)
@@ -255,6 +269,7 @@ class _Remote:
         config: TierConfig,
         namespace: Namespace,
         writer: bool,
+        siblings: Siblings | None,
         *,
         pool: CpuPool,
         worth: Worth,
@@ -262,7 +277,7 @@ class _Remote:
     ) -> None:
         from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQThreadPoolExecutor
 
-        self._config = config
+        self._config, self.siblings = config, siblings
         self.server: EmbeddedServer | None = None
         if url.scheme == "embedded":
             self.server = EmbeddedServer(url)
@@ -308,9 +323,13 @@ class _Remote:
             worth,
             table,
             group=group,
+            asked=max(1, min(_ASKED * group, least)),
             window=2 * config.get_workers,
             slots=lambda: max(1, int(config.prefetch_share * pool.slots)),
+            siblings=siblings,
         )
+        if siblings is not None:
+            asyncio.run_coroutine_threadsafe(siblings.start(self.prefetcher.lending), self._loop).result(5)
         self.saver: Saver | None = None
         if writer:
             limits = SaveLimits(
@@ -325,6 +344,9 @@ class _Remote:
     def close(self) -> None:
         """Within: drain + the executors' bounds + the longest call."""
         self.prefetcher.close()
+        if self.siblings is not None:
+            closing = asyncio.run_coroutine_threadsafe(self.siblings.close(), self._loop)
+            _bounded(partial(closing.result, 5))
         if self.saver is not None:
             self.saver.close(self._config.drain)
         self.valkey.stop_waiting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +15,8 @@ import torch
 from glm_connectors.tiers import Share
 from glm_connectors.valkey_store import EmbeddedServer
 
-from glm_sglang.cache.build import share_of
+from glm_sglang.cache.build import alike, share_of, siblings_of
+from glm_sglang.serving import free_port
 from tests.unit.cache.test_linker import prompt, restored
 from tests.unit.cache.tree import PAGE, Tree
 from tests.unit.tiers.valkey_proxy import Fault, Proxy
@@ -161,7 +163,9 @@ def test_a_rank_that_does_not_write_fills_its_pool_only(node: Callable[..., Tree
 
 
 def test_alone_a_rank_saves_everything() -> None:
-    assert share_of(SimpleNamespace()) == Share(0, 1)
+    assert alike(SimpleNamespace()) == []
+    assert share_of([]) == Share(0, 1)
+    assert siblings_of(Share(0, 1), []) is None
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 4), (8, 1), (2, 4)])
@@ -175,10 +179,52 @@ def test_ranks_of_a_group_have_a_share_each(cp: int, tp: int, monkeypatch: pytes
         monkeypatch.setattr(torch.distributed, name, ask)
     shares = [
         share_of(
-            SimpleNamespace(attn_cp_cache_group=(c, cp), attn_tp_cache_group=(t, tp), tp_cache_group=(t, tp))
+            alike(
+                SimpleNamespace(
+                    attn_cp_cache_group=(c, cp), attn_tp_cache_group=(t, tp), tp_cache_group=(t, tp)
+                )
+            )
         )
         for c in range(cp)
         for t in range(tp)
     ]
     assert {share.of for share in shares} == {cp * tp}
     assert sorted(share.index for share in shares) == list(range(cp * tp))
+
+
+def test_ranks_of_a_group_find_each_other() -> None:
+    """Over gloo, a process each: a rank's siblings are all that it shares a CP or TP group with, directly or not."""
+    cp = tp = 2
+    of = cp * tp
+    context = multiprocessing.get_context("fork")  # to import all of it anew takes each of them seconds
+    results: Any = context.Queue()
+    port = free_port()
+    ranks = [context.Process(target=meet, args=(rank, cp, tp, port, results)) for rank in range(of)]
+    for rank in ranks:
+        rank.start()
+    found = dict(results.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(30)
+    pids = {index: pid for index, pid, _ in found.values()}
+    assert sorted(pids) == list(range(of))
+    for index, _, theirs in found.values():
+        assert theirs == {other: pid for other, pid in pids.items() if other != index}
+
+
+def meet(rank: int, cp: int, tp: int, port: int, results: Any) -> None:
+    """A rank of the test above: puts (rank, (its index, its process, its siblings' processes))."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=cp * tp
+    )
+    of_tp = [torch.distributed.new_group([c * tp + t for t in range(tp)]) for c in range(cp)]
+    of_cp = [torch.distributed.new_group([c * tp + t for c in range(cp)]) for t in range(tp)]
+    params = SimpleNamespace(
+        attn_cp_cache_group=of_cp[rank % tp], attn_tp_cache_group=of_tp[rank // tp], tp_cache_group=None
+    )
+    groups = alike(params)
+    share = share_of(groups)
+    siblings = siblings_of(share, groups)
+    assert siblings is not None
+    theirs = {index: siblings.pid(index) for index in range(share.of) if index != share.index}
+    results.put((rank, (share.index, os.getpid(), theirs)))
+    torch.distributed.barrier()

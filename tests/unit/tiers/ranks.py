@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from glm_connectors.tiers import Namespace, PageLayout, Share, TierConfig, TieredStore
+from glm_connectors.tiers import Namespace, PageLayout, Share, Siblings, TierConfig, TieredStore
 from glm_connectors.tiers.pool import OWNERS
 
 LAYOUT = PageLayout(64, (("kv", 7000), ("index", 1000)))
@@ -35,6 +35,7 @@ class Rank:
         *,
         writer: bool = True,
         share: Share = ALONE,
+        siblings: Siblings | None = None,
         namespace: Namespace = NAMESPACE,
         pages: int = 200,
         **more: Any,
@@ -43,7 +44,11 @@ class Rank:
         bounds: dict[str, Any] = {"request_timeout": 0.3, "connect_timeout": 0.5, "drain": 5.0} | more
         self.size = namespace.layout.page_bytes
         self.store = TieredStore(
-            TierConfig(url=url, pool_bytes=pages * slot, **bounds), namespace, writer=writer, share=share
+            TierConfig(url=url, pool_bytes=pages * slot, **bounds),
+            namespace,
+            writer=writer,
+            share=share,
+            siblings=siblings,
         )
         self.pool = self.store._pool
         self._rids = 0
