@@ -93,6 +93,11 @@ CACHE_AUDIT = Variable(
     meaning="a folder: every page's digest is written there when it is saved and when it is loaded (tests)",
     internal=True,
 )
+CACHE_STALL_LOG_MS = Variable(
+    name="GLM_SGLANG_CACHE_STALL_LOG_MS",
+    meaning="a log line with the parts of each scheduling step that the cache kept for longer, in ms; 0: none",
+    default="0",
+)
 PREFILL_GRAPH = Variable(
     name="GLM_SGLANG_PREFILL_GRAPH",
     meaning="CUDA graphs of prefill steps: this fork's where they can be, required, or SGLang's own as they are",
@@ -137,6 +142,7 @@ VARIABLES: tuple[Variable, ...] = (
     CACHE_POOL_GB,
     CACHE_TTL_S,
     CACHE_AUDIT,
+    CACHE_STALL_LOG_MS,
     VENV,
     COMMIT,
     LAUNCHER,

@@ -28,6 +28,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from glm_sglang import settings
 from glm_sglang.cache import build
 from glm_sglang.cache.arrivals import Arrivals
 from glm_sglang.cache.audit import Audit
@@ -39,7 +40,7 @@ from glm_sglang.cache.loads import Load, LoadQueue
 from glm_sglang.cache.rate import PrefillRate
 from glm_sglang.cache.recorder import Recorder
 from glm_sglang.cache.saves import SaveQueue
-from glm_sglang.cache.stalls import Kind, Observe, StallClock, running_clock
+from glm_sglang.cache.stalls import Kind, Observe, StallClock, log_longer, running_clock
 from glm_sglang.cache.store import PageStore
 
 logger = logging.getLogger(__name__)
@@ -101,12 +102,15 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         def into(name: str) -> Observe:
             return lambda seconds: recorder.observe(name, seconds)
 
+        tell, longer = log_longer(settings.read(settings.CACHE_STALL_LOG_MS))
         self.stalls = StallClock(
             into("scheduler_stall_seconds"),
             held=into("scheduler_hold_seconds"),
             beside=None
             if running is None
             else (into("scheduler_stall_running_seconds"), into("scheduler_hold_running_seconds"), running),
+            tell=tell,
+            longer=longer,
         )
         self.layer_done_counter = parts.counter or HostLayerCounter(len(parts.device.layers))
         self.layer_done_counter.waiting = self._waiting_for_a_load

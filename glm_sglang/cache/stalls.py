@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 Observe = Callable[[float], None]
@@ -32,7 +36,8 @@ class StallClock:
     are done where the forward does not wait for them itself), on a CPU until they are done. So is an insertion into
     SGLang's tree as a whole, as the hashing in it cannot be told apart.
 
-    beside: observers of the same calls and steps by a second clock.
+    beside: observers of the same calls and steps by a second clock. tell: gets the parts of a step that took longer than
+    `longer` seconds, by the name of the function that was measured, the longest first.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class StallClock:
         held: Observe,
         clock: Clock = time.perf_counter,
         beside: tuple[Observe, Observe, Clock] | None = None,
+        tell: Callable[[float, dict[str, float]], None] | None = None,
+        longer: float = 0.0,
     ) -> None:
         self._observers = {Kind.WORK: observe, Kind.HOLD: held}
         self._clock = clock
@@ -50,6 +57,8 @@ class StallClock:
         self._total = self._total_beside = 0.0
         self._kind = Kind.POLL
         self._depth = 0
+        self._tell, self._longer = tell, longer
+        self._parts: dict[str, float] = {}
         self.longest = 0.0
 
     @contextmanager
@@ -64,7 +73,13 @@ class StallClock:
         finally:
             self._depth -= 1
             if outermost:
-                self._total += self._clock() - began
+                took = self._clock() - began
+                self._total += took
+                if self._tell is not None:
+                    name = sys._getframe(
+                        2
+                    ).f_code.co_name  # of who has the `with`: behind this and contextlib's
+                    self._parts[name] = self._parts.get(name, 0.0) + took
                 if self._clock_beside is not None:
                     self._total_beside += self._clock_beside() - beside
             self._kind = max(self._kind, kind)
@@ -72,6 +87,10 @@ class StallClock:
     def step(self) -> None:
         """A new step begins."""
         self.longest = max(self.longest, self._total)
+        if self._tell is not None:
+            if self._total > self._longer:
+                self._tell(self._total, dict(sorted(self._parts.items(), key=lambda part: -part[1])))
+            self._parts = {}
         if self._kind is not Kind.POLL:
             self._observers[self._kind](self._total)
             if self._beside:
@@ -94,3 +113,23 @@ def running_clock() -> Clock | None:
         os.close(file)
         return None
     return lambda: time.perf_counter() - int(os.pread(file, 64, 0).split()[1]) * 1e-9
+
+
+def log_longer(milliseconds: str) -> tuple[Callable[[float, dict[str, float]], None] | None, float]:
+    """`tell` and `longer` of a clock, from what GLM_SGLANG_CACHE_STALL_LOG_MS says. ValueError for what is no number."""
+    try:
+        limit = float(milliseconds)
+    except ValueError:
+        limit = -1.0
+    if not 0.0 <= limit < float("inf"):
+        raise ValueError(
+            f"GLM_SGLANG_CACHE_STALL_LOG_MS is {milliseconds!r}; expected milliseconds, 0 for no log"
+        )
+    if not limit:
+        return None, 0.0
+
+    def tell(total: float, parts: dict[str, float]) -> None:
+        named = ", ".join(f"{name} {took * 1e3:.2f}" for name, took in parts.items() if took > 5e-5)
+        logger.info("cache: a scheduling step was kept for %.2f ms: %s", total * 1e3, named)
+
+    return tell, limit * 1e-3

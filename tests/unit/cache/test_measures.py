@@ -15,7 +15,7 @@ import torch
 
 from glm_sglang.cache.audit import Audit, mismatches
 from glm_sglang.cache.rate import PrefillRate
-from glm_sglang.cache.stalls import Kind, StallClock, running_clock
+from glm_sglang.cache.stalls import Kind, StallClock, log_longer, running_clock
 
 
 def test_a_step_is_the_sum_of_its_calls_and_idle_polls_are_none() -> None:
@@ -35,6 +35,40 @@ def test_a_step_is_the_sum_of_its_calls_and_idle_polls_are_none() -> None:
     clock.step()
     assert steps == [0.875, 0.0625]
     assert clock.longest == 0.875
+
+
+def test_a_step_that_takes_longer_is_told_by_its_parts(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    tell, longer = log_longer("5")
+    clock = StallClock(
+        lambda _: None, held=lambda _: None, clock=lambda: now, beside=None, tell=tell, longer=longer
+    )
+
+    def short() -> None:
+        nonlocal now
+        with clock.measure():
+            now += 0.002
+
+    def long() -> None:
+        nonlocal now
+        with clock.measure():
+            now += 0.004
+            short()  # within another: its part
+
+    with caplog.at_level("INFO", "glm_sglang.cache.stalls"):
+        short(), clock.step()
+        assert caplog.messages == []
+        short(), long(), short(), clock.step()
+        short(), clock.step()
+    assert caplog.messages == ["cache: a scheduling step was kept for 10.00 ms: long 6.00, short 4.00"]
+
+
+def test_how_long_a_step_must_take_to_be_told() -> None:
+    assert log_longer("0") == (None, 0.0)
+    assert log_longer("0.5")[1] == pytest.approx(0.0005)
+    for wrong in ("-1", "inf", "nan", "2 ms"):
+        with pytest.raises(ValueError, match="GLM_SGLANG_CACHE_STALL_LOG_MS is"):
+            log_longer(wrong)
 
 
 def test_an_idle_poll_that_takes_long_is_the_longest() -> None:
