@@ -65,11 +65,12 @@ def decide(request: Request, platform: PlatformName, environ: Mapping[str, str] 
             STOCK,
             f"{own_flags.NO_DEFAULTS.option}, and neither {own_flags.MOE.option} nor a backend is given",
         )
-    config = _config(request)
+    config = _config(request, environ)
     if config is None:
         if asked:
             raise UsageError(
-                "--glm-moe megamoe needs a checkpoint's folder as --model-path, to judge its experts"
+                "--glm-moe megamoe needs a checkpoint's folder as --model-path, or one in the Hugging Face cache, to "
+                "judge its experts"
             )
         return Decision(STOCK, "the checkpoint's folder is not there yet to judge its experts")
     found = facts(request, platform, Checkpoint.of(config), capability(platform), environ)
@@ -150,9 +151,31 @@ def number(name: str, value: Any) -> int:
         raise UsageError(f"{name} is {value!r}, expected a whole number") from None
 
 
-def _config(request: Request) -> dict[str, Any] | None:
-    folder = Path(str(request.get("model_path", ""))).expanduser()
-    return checkpoint_check.read_config(folder) if folder.is_dir() else None
+def _config(request: Request, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The checkpoint's config.json: of a folder, or of a hub id's snapshot in the Hugging Face cache.
+
+    Raises UsageError for a snapshot of another model; the launcher has asked that of a folder.
+    """
+    path = str(request.get("model_path", ""))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return checkpoint_check.read_config(folder)
+    snapshot = _snapshot(path, request.get("revision", None), environ)
+    return None if snapshot is None else checkpoint_check.check(str(snapshot), environ)
+
+
+def _snapshot(name: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The folder where the cache holds a hub id's config.json; reads files only. None where it holds none."""
+    # UPSTREAM: SGLANG_USE_MODELSCOPE, an EnvBool: then the name is one of another hub.
+    if environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("true", "1", "yes", "y"):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def capability(platform: PlatformName) -> tuple[int, int] | None:

@@ -222,6 +222,9 @@ def _tokens(batch: Any) -> int:
         return 0
     if batch.forward_mode.is_decode():
         return int(batch.batch_size)
+    # UPSTREAM: ForwardBatch.init_new gives a pass that verifies drafts no extend_num_tokens; all of its rows are drafts.
+    if batch.forward_mode.is_target_verify():
+        return int(batch.input_ids.shape[0])
     return int(batch.extend_num_tokens or 0)
 
 

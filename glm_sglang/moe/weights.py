@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from glm_kernels.mega_moe.interleave import prepare_sm90_
+from glm_kernels.mega_moe.interleave import deinterleave_gate_up, gate_up_parts, prepare_sm90_
 from glm_kernels.mega_moe.limits import Arch
-from glm_kernels.mega_moe.reload import TransformState
+from glm_kernels.mega_moe.reload import PartState, TransformState, fingerprints
 from glm_kernels.mega_moe.scales import mend_zero_scales_
 from glm_kernels.mega_moe.weights_sm100 import Sm100Weights, allocate, prepare_sm100_
 
@@ -52,10 +52,25 @@ def arrange(experts: Any, arch: Arch) -> int:
     if arch is Arch.SM100:
         assert found.sm100 is not None
         return prepare_sm100_(found.sm100, s13, s2, found.state)
+    _restore_order_(w13, s13, found.state)
     mended = mend_zero_scales_(w13, s13) + mend_zero_scales_(w2, s2)
     if mended:
         logger.warning("MegaMoE: %d weight blocks had a scale of 0; they count as zero weights", mended)
     return prepare_sm90_(w13, found.state)
+
+
+def _restore_order_(w13: torch.Tensor, s13: torch.Tensor, state: TransformState) -> None:
+    """Codes [E, 2I, H] of experts that got a block scale of 0 without them: from the kernel's order into the scales'.
+
+    A block of a scale counts rows as the checkpoint has them. `prepare_sm90_` then arranges these experts once more.
+    Raises ValueError where only a part of such codes was loaded, and leaves them as they are.
+    """
+    unusable = (s13 < torch.finfo(s13.dtype).tiny).flatten(1).any(1)
+    for expert in unusable.nonzero().flatten().tolist():
+        rows = w13[expert].view(torch.uint8)
+        if state.classify(expert, fingerprints(gate_up_parts(rows))) is PartState.TRANSFORMED:
+            rows.copy_(deinterleave_gate_up(rows))
+            del state.records[expert]
 
 
 def _first(arch: Arch, w13: torch.Tensor, s13: torch.Tensor, w2: torch.Tensor, s2: torch.Tensor) -> Arranged:

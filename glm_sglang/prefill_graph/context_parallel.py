@@ -28,7 +28,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from glm_sglang.prefill_graph import lifetime, options
+from glm_sglang.prefill_graph import break_counts, lifetime, options
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 # What sparse attention's break takes beside q, k, v and its output; given anything else it keeps all that it is given.
@@ -145,6 +145,7 @@ def prepare_qkv(
     full = local.new_empty((batch.extend_num_tokens, local.shape[-1]))
     with nothing_kept():
         _gather_break()(local, full)
+    break_counts.moved(-1)
     rank = attention.kv_lora_rank
     return q_nope, q_pe, full[:, :rank].unsqueeze(1), full[:, rank:].unsqueeze(1), topk
 

@@ -1,4 +1,4 @@
-"""What this room puts on /metrics: eager prefill steps by reason, and how many buckets there are.
+"""What this room puts on /metrics: eager prefill steps by reason, how many buckets there are, and breaks in a graph.
 
 Every rank of an attention group runs the same step, so one of them counts it: the first one of its tensor, context and
 pipeline parallel groups. Each DP rank counts its own steps.
@@ -20,6 +20,7 @@ from typing import Any
 from glm_sglang.prefill_graph import options, reasons
 
 STATES = ("captured", "failed", "left_out")
+OWNERS = ("captured", "sglang")
 _paused = False
 
 
@@ -31,6 +32,8 @@ def after_capture(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> 
         _eager().labels(reason=reason)
     for state, number in buckets(model_runner).items():
         _buckets().labels(state=state).set(number)
+    for of, number in breaks(model_runner).items():
+        _breaks().labels(of=of).set(number)
 
 
 def buckets(model_runner: Any) -> Mapping[str, int]:
@@ -43,6 +46,12 @@ def buckets(model_runner: Any) -> Mapping[str, int]:
         getattr(model_runner.server_args, "_glm_left_out", 0),
     )
     return dict(zip(STATES, numbers, strict=True))
+
+
+def breaks(model_runner: Any) -> Mapping[str, int]:
+    """In a pass that replays: of the graphs that were captured, and of SGLang's own; 0 where none was."""
+    report = getattr(model_runner.prefill_cuda_graph_runner, "glm_report", None)
+    return dict(zip(OWNERS, report.most() if report is not None else (0, 0), strict=True))
 
 
 def eager(reason: str) -> None:
@@ -93,5 +102,17 @@ def _buckets() -> Any:
         "glm_sglang:prefill_graph_buckets",
         "Buckets of prefill graphs: captured, failed, and left out of the plan for memory's sake",
         ("state",),
+        multiprocess_mode="max",
+    )
+
+
+@functools.cache
+def _breaks() -> Any:
+    from prometheus_client import Gauge
+
+    return Gauge(
+        "glm_sglang:prefill_graph_breaks",
+        "Breaks in a pass of the prefill graphs: as captured, and as SGLang alone would have captured them",
+        ("of",),
         multiprocess_mode="max",
     )

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from glm_sglang.prefill_graph import context_parallel, eligibility, options, stock
+from glm_sglang.prefill_graph import break_counts, context_parallel, eligibility, options, stock
 from glm_sglang.prefill_graph.arena import Arena
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,9 @@ def attention_forward(
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     k = k.view(-1, layer.tp_k_head_num, layer.v_head_dim if sparse else layer.qk_head_dim)
-    if not sparse:
+    if sparse:
+        break_counts.moved(1)
+    else:
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
     return get_attn_backend().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 

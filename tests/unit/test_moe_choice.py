@@ -216,3 +216,58 @@ def test_a_checkpoint_that_is_not_there_yet(tmp_path: Path) -> None:
     assert decide(tmp_path / "none", "auto").path == "stock"
     with pytest.raises(UsageError, match="--model-path"):
         decide(tmp_path / "none", "megamoe")
+
+
+HUB_ID, COMMIT = "zai-org/GLM-5.3-FP8", "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hugging Face cache with one revision of HUB_ID's config.json; nothing else may be asked."""
+    import socket
+
+    import huggingface_hub
+
+    repository = tmp_path / "models--zai-org--GLM-5.3-FP8"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_bytes(orjson.dumps(hf_config(PRESETS["gpu"], "fp8")))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked the network"))
+    monkeypatch.setattr(choice, "capability", lambda platform: (9, 0))
+    return snapshot
+
+
+def of_hub(*argv: str, environ: dict[str, str] | None = None) -> choice.Decision:
+    request = parse(["--model-path", HUB_ID, "--tp", "8", "--ep", "8", *argv])
+    return choice.decide(request, "cuda", environ or {})
+
+
+@pytest.mark.parametrize("flags", [(), ("--revision", "main"), ("--revision", COMMIT)])
+def test_a_hub_id_in_the_cache_is_judged_as_its_folder_is(cached: Path, flags: tuple[str, ...]) -> None:
+    request = parse(["--model-path", str(cached), "--tp", "8", "--ep", "8"])
+    assert of_hub(*flags) == choice.decide(request, "cuda", {})
+    assert of_hub(*flags).path == choice.MEGAMOE
+    assert of_hub(*flags, environ={"GLM_SGLANG_MOE": "megamoe"}).path == choice.MEGAMOE
+
+
+def test_another_models_snapshot_is_refused_as_its_folder_is(cached: Path) -> None:
+    (cached / "config.json").write_bytes(orjson.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UsageError, match="LlamaForCausalLM, this server is for GlmMoeDsaForCausalLM"):
+        of_hub()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [(("--revision", "v2"), {}), ((), {"SGLANG_USE_MODELSCOPE": "true"})],
+)
+def test_what_the_cache_does_not_hold_is_not_judged(
+    cached: Path, flags: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    decision = of_hub(*flags, environ=environ)
+    assert decision.path == choice.STOCK
+    assert "not there yet" in decision.reason
+    with pytest.raises(UsageError, match="in the Hugging Face cache"):
+        of_hub(*flags, environ={"GLM_SGLANG_MOE": "megamoe"} | environ)

@@ -151,3 +151,32 @@ def test_another_backend_is_sglangs_unless_megamoe_was_decided(monkeypatch: pyte
     monkeypatch.setenv("GLM_SGLANG_MOE", "megamoe")
     with pytest.raises(UsageError, match="MegaMoE was decided, and SGLang made --moe-a2a-backend deepep"):
         resolved.judge()
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "tokens"),
+    [
+        ("EXTEND", {"extend_num_tokens": 7}, 7),
+        ("MIXED", {"extend_num_tokens": 9}, 9),
+        ("DECODE", {"batch_size": 3}, 3),
+        # Of two requests four drafts each: SGLang's verify passes have no extend_num_tokens.
+        ("TARGET_VERIFY", {"batch_size": 2, "input_ids": torch.zeros(8, dtype=torch.int64)}, 8),
+        ("IDLE", {"batch_size": 0}, 0),
+    ],
+)
+def test_every_passs_tokens_are_counted_with_its_layers(
+    monkeypatch: pytest.MonkeyPatch, mode: str, fields: dict[str, Any], tokens: int
+) -> None:
+    from sglang.srt import runtime_context
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    running = state.Running("stock", "", 3, Counters())
+    monkeypatch.setattr(state, "_running", running)
+    parallel = SimpleNamespace(attn_tp_rank=0, attn_cp_rank=0)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    batch = synced.blank(forward_mode=ForwardMode[mode], **fields)
+    entry.forward(lambda runner, batch: None, SimpleNamespace(is_draft_worker=False), batch)
+    assert running.counters.report()["stock"] == {"calls": 3, "tokens": 3 * tokens, "chunks": 0, "rows": 0}
+    parallel.attn_tp_rank = 1  # the first rank has counted them
+    entry.forward(lambda runner, batch: None, SimpleNamespace(is_draft_worker=False), batch)
+    assert running.counters.report()["stock"]["tokens"] == 3 * tokens

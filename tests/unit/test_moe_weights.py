@@ -126,3 +126,43 @@ def test_arranging_mends(caplog: Any) -> None:
     arrange(layer, Arch.SM90)
     assert bool((layer.w13_weight_scale_inv.data > 0).all())
     assert "scale of 0" in caplog.text
+
+
+def effective(layer: SimpleNamespace) -> torch.Tensor:
+    """The weights of the first GEMM that the kernel multiplies with, rows as in the checkpoint."""
+    codes = torch.stack([deinterleave_gate_up(w) for w in layer.w13_weight.data.view(torch.uint8)])
+    return numerics.dequantize_blocks(codes.view(numerics.E4M3), layer.w13_weight_scale_inv.data)
+
+
+@pytest.mark.parametrize("first", ["without zeros", "with zeros"])
+def test_scales_of_zero_that_come_alone_zero_the_blocks_of_the_checkpoint(first: str) -> None:
+    weights = checkpoint(3, EXPERTS)
+    assert weights.w13_scale is not None
+    scale = weights.w13_scale.clone()
+    scale[0, 1, 0] = scale[0, 3, 1] = scale[2, 0, 1] = 0.0
+    expected = numerics.dequantize_blocks(weights.w13, scale)
+    layer = parameters(weights)
+    if first == "with zeros":
+        layer.w13_weight_scale_inv.data.copy_(scale)
+    arrange(layer, Arch.SM90)
+    layer.w13_weight_scale_inv.data.copy_(scale)
+    assert arrange(layer, Arch.SM90) == 2
+    assert torch.equal(effective(layer), expected)
+    assert arrange(layer, Arch.SM90) == 0
+    # What comes whole afterwards is arranged as ever.
+    second = checkpoint(4, EXPERTS)
+    layer.w13_weight.data.view(torch.uint8).copy_(second.w13.view(torch.uint8))
+    layer.w13_weight_scale_inv.data.copy_(second.w13_scale)
+    assert arrange(layer, Arch.SM90) == EXPERTS
+    assert torch.equal(effective(layer), numerics.dequantize_blocks(second.w13, second.w13_scale))
+
+
+def test_half_of_an_expert_is_refused_before_scales_of_zero_change_its_codes() -> None:
+    layer = parameters(checkpoint(3, EXPERTS))
+    arrange(layer, Arch.SM90)
+    layer.w13_weight.data[1, :256].view(torch.uint8).zero_()
+    layer.w13_weight_scale_inv.data[1, 3, 0] = 0.0  # of the other half
+    before = layer.w13_weight.data.clone()
+    with pytest.raises(ValueError, match="only parts"):
+        arrange(layer, Arch.SM90)
+    assert same(layer.w13_weight.data, before)

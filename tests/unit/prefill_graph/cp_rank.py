@@ -62,6 +62,7 @@ class Seen:
     padded_to: int
     kept: int  # bytes of the graphs' memory that breaks own
     impl: str
+    breaks: tuple[int, int]  # of the graph that has most, and SGLang's of the same layers (break_counts)
     table: int = TABLE
 
 
@@ -596,7 +597,7 @@ class Rank:
         """One pass over the pool as it was at first; a graph's memory is what others may have left there."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        from glm_sglang.prefill_graph import lifetime
+        from glm_sglang.prefill_graph import break_counts, lifetime
 
         recorded_graph.POOL.poison()
         self.pool.load(self.before)
@@ -624,10 +625,11 @@ class Rank:
             padded_to=padded_to,
             kept=lifetime.kept().bytes,
             impl=self.impl,
+            breaks=max(map(break_counts.of, self.runner.backend._graphs.values())),
         )
 
-    def verified(self) -> list[tuple[int, int, float]]:
-        """What --glm-verify-graphs compares: bucket, tokens, KL. ModelRunner._forward_raw has both branches here."""
+    def verified(self) -> list[tuple[int, int, int, float]]:
+        """What --glm-verify-graphs compares: bucket, tokens, prefix, KL. _forward_raw has both branches here."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
         from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -655,4 +657,4 @@ class Rank:
         compare = verify.compare
         verify.compare = lambda *args, **kwargs: said.append(compare(*args, **kwargs)) or said[-1]  # type: ignore
         verify.after_capture(None, model_runner)
-        return [(difference.bucket, difference.tokens, difference.kl) for difference in said]
+        return [(one.bucket, one.step.tokens, one.step.prefix, one.kl) for one in said]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._idle_steps import captured
 from glm_sglang.prefill_graph import agreement, capture, options, whole
 from glm_sglang.prefill_graph.options import Options
 
@@ -61,7 +63,7 @@ class Runner:
     def original(self, runner: Any, size: int, **kwargs: Any) -> None:
         if size in self.broken:
             raise MemoryError("out of\n memory")
-        self.backend._graphs[Key(size)] = SimpleNamespace(_break_fns=[None] * 3)
+        self.backend._graphs[Key(size)] = SimpleNamespace(_break_fns=[None] * 3, glm_breaks_moved=4)
 
     def capture(self) -> None:
         for size in reversed(self.capture_num_tokens):
@@ -90,7 +92,19 @@ def test_a_bucket_that_fails_is_named_and_the_others_serve(
     assert "bucket of 256 tokens cannot be captured" in caplog.text
     assert "MemoryError: out of memory" in caplog.text
     assert "2 buckets from 64 to 128 tokens" in caplog.text
-    assert "3 breaks in 4 layers (0.75 a layer)" in caplog.text
+    assert "3 breaks in 4 layers (0.75 a layer) instead of SGLang's 7 (1.75)" in caplog.text
+
+
+def test_the_line_is_what_gpu_idle_reads_of_a_log(
+    mode: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    mode("auto")
+    with caplog.at_level(logging.INFO):
+        Runner().capture()
+    (line,) = [record.getMessage() for record in caplog.records if "breaks in" in record.getMessage()]
+    log = tmp_path / "server.log"
+    log.write_text(f"[2026-12-01 06:33:53] {line}\n")
+    assert captured(log)["log"] == [f"[2026-12-01 06:33:53] {line}"]
 
 
 def test_where_every_bucket_fails_nothing_replays(mode: Any, caplog: pytest.LogCaptureFixture) -> None:

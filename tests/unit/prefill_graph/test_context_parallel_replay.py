@@ -155,6 +155,12 @@ def test_breaks_own_none_of_the_graphs_memory(ranks: list[Passes]) -> None:
     )
 
 
+def test_a_shared_layers_gather_is_a_break_that_sglang_has_not(ranks: list[Passes]) -> None:
+    found = {graph.breaks for passes in ranks for _, graph in passes.values()}
+    ours = len(LAYERS) + sum(LAYERS) + LAYERS.count(False)
+    assert found == {(ours, ours - LAYERS.count(False))}
+
+
 def test_a_break_that_is_not_known_owns_what_it_is_given_in_every_layer_and_bucket(tmp_path: Path) -> None:
     """Then results are the same; what it costs is at least attention's queries and output."""
     steps = {"a cached prefix": STEPS["a cached prefix"]}

@@ -25,11 +25,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(
             prometheus_client, name, lambda *args, made=made, **kwargs: made(*args, registry=fresh, **kwargs)
         )
-    counts._eager.cache_clear()
-    counts._buckets.cache_clear()
+    for made in (counts._eager, counts._buckets, counts._breaks):
+        made.cache_clear()
     yield fresh
-    counts._eager.cache_clear()
-    counts._buckets.cache_clear()
+    for made in (counts._eager, counts._buckets, counts._breaks):
+        made.cache_clear()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def eager(registry: Any) -> dict[str, float]:
 
 
 def model_runner(**changes: Any) -> Any:
-    report = Report(breaks={64: 1, 128: 1}, failed={256: "out of memory"})
+    report = Report(breaks={64: 1, 128: 3}, stock={64: 5, 128: 7}, failed={256: "out of memory"})
     runner = SimpleNamespace(capture_num_tokens=[64, 128], glm_report=report)
     fields = {
         "is_draft_worker": False,
@@ -87,6 +87,20 @@ def test_buckets_are_counted_by_what_became_of_them(
     found = [
         registry.get_sample_value("glm_sglang:prefill_graph_buckets", {"state": state})
         for state in ("captured", "failed", "left_out")
+    ]
+    assert found == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, (3, 7)), ({"prefill_cuda_graph_runner": object()}, (0, 0))]
+)
+def test_breaks_are_told_beside_sglangs(
+    registry: Any, rank: Any, changes: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    counts.after_capture(None, model_runner(**changes))
+    found = [
+        registry.get_sample_value("glm_sglang:prefill_graph_breaks", {"of": of})
+        for of in ("captured", "sglang")
     ]
     assert found == list(expected)
 

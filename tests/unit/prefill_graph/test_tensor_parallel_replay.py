@@ -98,6 +98,16 @@ def test_breaks_own_none_of_the_graphs_memory(ranks: Any) -> None:
     assert kept == [0] * (len(ranks) * len(STEPS) * 2)
 
 
+def test_sglangs_breaks_are_as_many_as_where_it_keeps_them(ranks: Any) -> None:
+    """With flashmla_kv they are SGLang's own, in these layers; on the arena, what is counted in their place."""
+    test_own = 2 * len(LAYERS)  # between the ranks
+    sglang = test_own + len(LAYERS) + sum(LAYERS)
+    for passes in ranks:
+        for _, graph in passes.values():
+            captured = test_own + sum(LAYERS) if graph.impl == "flashmla_sparse" else sglang
+            assert graph.breaks == (captured, sglang)
+
+
 def test_without_the_cut_attention_at_the_break_has_the_paddings_lengths(tmp_path: Path) -> None:
     steps = {"a cached prefix": STEPS["a cached prefix"]}
     answers = both(

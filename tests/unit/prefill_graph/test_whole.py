@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm_sglang.prefill_graph import options, whole
+from glm_sglang.prefill_graph import break_counts, options, whole
 from glm_sglang.prefill_graph.arena import Arena
 from glm_sglang.prefill_graph.options import Options
 from tests.unit.prefill_graph import fake_graph
@@ -153,6 +153,18 @@ def test_a_layer_is_projected_in_a_segment_and_selected_at_one_break(scene: Any)
     assert scene.order == ["project", ("wait", 2), ("select", 0, 5, 5, 16)], (
         "live rows only, after their keys arrived"
     )
+
+
+def test_sglangs_breaks_are_counted_where_attention_goes_into_the_segment(scene: Any) -> None:
+    """Two in a layer that selects, one in one that does not; here one and none. A warm-up captures nothing."""
+    load(scene, 16, prefix=9)
+    with fake_graph.captured(scene.module) as graph:
+        for selects in (True, False, False):
+            if selects:
+                index(scene)
+            attend(scene, refuse, topk_indices="t")
+    attend(scene, refuse, topk_indices="t")
+    assert break_counts.of(graph) == (1, 4)
 
 
 def test_a_dense_graph_is_cut_where_its_pieces_end_and_nothing_runs_between(scene: Any) -> None:
