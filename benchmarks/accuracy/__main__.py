@@ -5,7 +5,8 @@
 
 GSM8K comes from --data, or from the Hugging Face cache that lm_eval fills. GLM-5 reasons before it answers: --api chat
 leaves --thinking-tokens for that, or asks it not to with --no-thinking. Started again with the same flags and -o it
-asks only what is missing.
+asks only what is missing: of a server that was started again, everything. Where an endpoint does not tell one start from
+the next (SGLang's /server_info does, and process_start_time_seconds on /metrics), it takes --resume.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.ab.comparison import calibrate, run_async
 from benchmarks.ab.endpoints import SpecError, parse_url
 from benchmarks.ab.running import Endpoint, EndpointError, served_on
 from benchmarks.accuracy.asking import How, Notebook, ask_both, pairs
+from benchmarks.accuracy.identity import identity
 from benchmarks.accuracy.paired import UNDECIDED, compare
 from benchmarks.accuracy.suites import Question, SuiteError, gsm8k, needle
 from benchmarks.workloads.catalogue import lengths
@@ -61,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--bytes-per-token", type=float, help="instead of asking --a what it counts")
     p.add_argument("-o", "--output", type=Path, default=Path("accuracy.jsonl"), help="(accuracy.jsonl)")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="count the answers in --output whichever server gave them at the URL; without it, those of the server "
+        "that runs there now",
+    )
     _result.add_arguments(p)
     return p
 
@@ -104,11 +112,33 @@ def questions(args: argparse.Namespace, suite: str, endpoints: list[Endpoint], h
     return list(needle(text, sizes, args.depths, args.limit, args.max_tokens or 64, args.seed, how.room))
 
 
+def _same_servers(servers: dict[str, str]) -> None:
+    """Raises EndpointError where another server answers by now than the one that this run began with."""
+    if changed := [url for url, before in servers.items() if before and identity(url) != before]:
+        raise EndpointError(
+            f"{' and '.join(changed)}: by what it says of itself not the server that this run began with; ask again"
+        )
+
+
+def _reused(had: dict[str, int], questions: int, args: argparse.Namespace) -> str:
+    """What to say of answers that were not asked for now; "" for none."""
+    if not any(had.values()):
+        return ""
+    given = "whichever server gave them (--resume)" if args.resume else "of the same servers"
+    return f"{had['a']} and {had['b']} of {questions} answers are from {args.output}, {given}. "
+
+
+def _needs_resume(servers: dict[str, str]) -> str:
+    silent = [url for url, found in servers.items() if not found]
+    return f" with --resume: {' and '.join(silent)} can't be told from another start" if silent else ""
+
+
 def main() -> int:
     """Exit status: 0 when every suite is decided, 1 when one is not (a question failed, too few are right), 2 for the
     flags.
     """
     args = parser().parse_args()
+    servers: dict[str, str] = {}
     try:
         endpoints = []
         for url, model in ((args.a, args.a_model), (args.b, args.b_model)):
@@ -118,13 +148,21 @@ def main() -> int:
             endpoints.append(endpoint)
         clients = {side: Client(e.url, e.model) for side, e in zip(("a", "b"), endpoints, strict=True)}
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        notebook, suites = Notebook(args.output), {}
+        servers = {client.url: identity(client.url) for client in clients.values()}
+        notebook, suites = Notebook(args.output, servers, any_server=args.resume), {}
+        if notebook.others:
+            print(
+                f"{notebook.others} answers in {args.output} are of servers that ran at these URLs before, or can't be "
+                "told from them, and don't count (--resume counts them)",
+                file=sys.stderr,
+            )
         how = How(args.api, None if args.no_thinking else args.thinking_tokens)
         for suite in dict.fromkeys(args.suite):
             asked = questions(args, suite, endpoints, how)
-            run_async(ask_both(clients, asked, notebook, how, args.concurrency))
-            suites[suite] = compare(suite, *pairs(clients, asked, notebook, how))
-            print(suites[suite]["says"], file=sys.stderr)
+            had = run_async(ask_both(clients, asked, notebook, how, args.concurrency))
+            _same_servers({} if args.resume else servers)
+            suites[suite] = compare(suite, *pairs(clients, asked, notebook, how)) | {"reused": had}
+            print(_reused(had, len(asked), args), suites[suite]["says"], sep="", file=sys.stderr)
     except (SpecError, SuiteError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -132,7 +170,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {args.output}", file=sys.stderr)
+        print(
+            f"\nstopped; the same command goes on from {args.output}{_needs_resume(servers)}", file=sys.stderr
+        )
         return 130
     absent = [f"accuracy: {name} was not asked" for name in SUITES if name not in suites]
     result = {

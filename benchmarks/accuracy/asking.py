@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,7 +87,7 @@ def judged(question: Question, sample: Sample, how: How) -> tuple[str, str]:
 
 
 def mark(question: Question, client: Client, how: How) -> str:
-    """Names a question to an endpoint; an answer with its mark is not asked for again."""
+    """Names a question to an endpoint, whichever server it is today: that is the notebook's to know."""
     parts = (
         client.url,
         client.model,
@@ -101,24 +101,40 @@ def mark(question: Question, client: Client, how: How) -> str:
 
 
 class Notebook:
-    """The answers on disk, one JSON object a line. A line that an interrupt cut off is dropped."""
+    """The answers on disk, one JSON object a line. A line that an interrupt cut off is dropped.
 
-    def __init__(self, path: Path) -> None:
+    `servers`: by URL, which start of which server answers there (`identity`). What another one answered there, or one
+    that can't be told, stays on disk and is not among `answers` (`others`: how many), but with `any_server`.
+    """
+
+    def __init__(self, path: Path, servers: Mapping[str, str], *, any_server: bool = False) -> None:
         self.path = path
+        self.servers = servers
+        self.any_server = any_server
         self.answers: dict[str, dict[str, Any]] = {}
+        self.others = 0
         if path.exists():
             data = path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
             for line in whole.splitlines():
                 row = orjson.loads(line)
                 # A failure is asked again.
-                if not row["error"]:
+                if row["error"]:
+                    continue
+                if self._counts(row):
                     self.answers[row["mark"]] = row
+                else:
+                    self.others += row["endpoint"] in servers
             if len(whole) < len(data):
                 path.write_bytes(whole)
 
+    def _counts(self, row: dict[str, Any]) -> bool:
+        server = self.servers.get(row["endpoint"])
+        return self.any_server or (bool(server) and row.get("server") == server)
+
     def add(self, row: dict[str, Any]) -> None:
         """Writes an answer down."""
+        row["server"] = self.servers.get(row["endpoint"], "")
         self.answers[row["mark"]] = row
         with self.path.open("ab") as file:
             file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
@@ -126,16 +142,21 @@ class Notebook:
 
 async def ask_both(
     clients: dict[str, Client], questions: Sequence[Question], notebook: Notebook, how: How, concurrency: int
-) -> None:
-    """Asks side "a" and side "b" every question that the notebook has no answer to; `concurrency` at once a side."""
+) -> dict[str, int]:
+    """Asks side "a" and side "b" every question that the notebook has no answer to; `concurrency` at once a side.
+
+    Returns how many answers of each side it had.
+    """
+    had: dict[str, int] = {}
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         async with asyncio.TaskGroup() as group:
             for side, client in clients.items():
                 missing = [q for q in questions if mark(q, client, how) not in notebook.answers]
+                had[side] = len(questions) - len(missing)
                 bar = progress.add_task(f"{side}: {client.url}", total=len(questions))
-                progress.advance(bar, len(questions) - len(missing))
+                progress.advance(bar, had[side])
                 group.create_task(
                     _side(
                         side,
@@ -147,6 +168,7 @@ async def ask_both(
                         lambda bar=bar: progress.advance(bar),
                     )
                 )
+    return had
 
 
 async def _side(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from benchmarks.ab.client import Client, Sample
 from benchmarks.accuracy import suites
 from benchmarks.accuracy.asking import How, judged, mark, turn
+from benchmarks.accuracy.identity import identity
 from benchmarks.accuracy.paired import Pair, compare, difference, mcnemar
 from benchmarks.accuracy.suites import Question, SuiteError, gsm8k, needle
 from benchmarks.workloads.text import Text
@@ -266,9 +268,17 @@ class Endpoint:
     """An OpenAI server that answers by a key; counts how often each prompt was asked."""
 
     def __init__(
-        self, key: Key, fails: Callable[[str], bool] = lambda _: False, finish: str = "stop"
+        self,
+        key: Key,
+        fails: Callable[[str], bool] = lambda _: False,
+        finish: str = "stop",
+        port: int = 0,
+        tells: dict[str, bytes] | None = None,
     ) -> None:
         outer = self
+        # As SGLang's: of no other start, and among what changes while it serves.
+        about = {"version": "0.5", "startup_time": {"scheduler_e2e": time.perf_counter()}}
+        self.tells = {"/server_info": orjson.dumps(about)} if tells is None else tells
         self.asked: Counter[str] = Counter()
         self.fails = fails
 
@@ -280,7 +290,8 @@ class Endpoint:
 
             def do_GET(self) -> None:
                 listing = {"data": [{"id": "m", "max_model_len": LIMIT}]}
-                self.answer(200 if self.path == "/v1/models" else 404, orjson.dumps(listing))
+                known = {"/v1/models": orjson.dumps(listing)} | outer.tells
+                self.answer(200 if self.path in known else 404, known.get(self.path, b""))
 
             def do_POST(self) -> None:
                 body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -313,9 +324,16 @@ class Endpoint:
                 self.end_headers()
                 self.wfile.write(body)
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def restarted(self, key: Key) -> Endpoint:
+        """Another server at the same port, which tells as much of itself."""
+        self.server.shutdown()
+        self.server.server_close()
+        tells = None if "/server_info" in self.tells else self.tells
+        return Endpoint(key, port=self.server.server_port, tells=tells)
 
 
 @pytest.fixture
@@ -340,6 +358,10 @@ def run(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     last = done.stdout.splitlines()[-1] if done.stdout else "{}"
     return done.returncode, orjson.loads(last), done.stderr
+
+
+def right(prompt: str) -> str:
+    return f"#### {2 * asked_number(prompt)}"
 
 
 def asked_number(prompt: str) -> int:
@@ -371,7 +393,129 @@ def test_known_answers_give_the_known_p_and_a_second_run_asks_only_what_failed(
     assert found["agreement"] == 1 - len(wrong_a | wrong_b) / 40
     assert set(a.asked.values()) == {1}
     assert Counter(b.asked.values()) == {1: 39, 2: 1}
+    assert found["reused"] == {"a": 40, "b": 39}
+    assert f"40 and 39 of 40 answers are from {tmp_path / 'answers.jsonl'}, of the same servers" in errors
     assert result["not_measured"] == ["accuracy: needle was not asked"]
+
+
+TELLS_NO_START: dict[str, dict[str, bytes]] = {
+    "nothing": {},
+    "its version alone": {"/version": b'{"version": "0.11.0"}'},
+}
+
+
+def gsm8k_flags(folder: Path, a: Endpoint, b: Endpoint) -> tuple[str, ...]:
+    data, shots = rows(folder / "t.jsonl", 20), rows(folder / "s.jsonl", 5)
+    return ("--suite", "gsm8k", "--a", a.url, "--b", b.url, "--data", str(data), "--shots", str(shots))
+
+
+@pytest.mark.parametrize("tells", [None, *TELLS_NO_START.values()], ids=["as SGLang", *TELLS_NO_START])
+def test_another_server_at_the_same_port_is_asked_again(
+    tmp_path: Path, endpoints: list[Endpoint], tells: dict[str, bytes] | None
+) -> None:
+    """Its answers are all wrong: what the one before it said of them is no answer of its."""
+    a, b = Endpoint(right, tells=tells), Endpoint(right, tells=tells)
+    flags = gsm8k_flags(tmp_path, a, b)
+    code, result, errors = run(tmp_path, *flags)
+    assert code == 0, errors
+    found = result["suites"]["gsm8k"]
+    assert (found["verdict"], found["reused"]) == ("no regression found", {"a": 0, "b": 0})
+    broken = b.restarted(lambda prompt: "#### 7777")
+    endpoints += [a, broken]
+    code, result, errors = run(tmp_path, *flags)
+    assert code == 0, errors
+    found = result["suites"]["gsm8k"]
+    assert set(broken.asked.values()) == {1}
+    assert len(broken.asked) == 20
+    assert (found["verdict"], found["correct"]) == ("the two differ", {"a": 1.0, "b": 0.0})
+    # Of an endpoint that does not tell its starts apart nothing is known, whether it was restarted or not.
+    assert found["reused"] == {"a": 20 if tells is None else 0, "b": 0}
+    others = 20 if tells is None else 40
+    assert f"{others} answers in {tmp_path / 'answers.jsonl'} are of servers that ran at these URLs" in errors
+
+
+@pytest.mark.parametrize("tells", [None, {}], ids=["as SGLang", "nothing"])
+def test_answers_of_whichever_server_count_where_that_is_asked_for(
+    tmp_path: Path, endpoints: list[Endpoint], tells: dict[str, bytes] | None
+) -> None:
+    a, b = Endpoint(right, tells=tells), Endpoint(right, tells=tells)
+    flags = gsm8k_flags(tmp_path, a, b)
+    assert run(tmp_path, *flags)[0] == 0
+    again = b.restarted(right)
+    endpoints += [a, again]
+    code, result, errors = run(tmp_path, *flags, "--resume")
+    assert code == 0, errors
+    assert result["suites"]["gsm8k"]["reused"] == {"a": 20, "b": 20}
+    assert "20 and 20 of 20 answers are from" in errors
+    assert "whichever server gave them (--resume)" in errors
+    assert not again.asked
+
+
+def test_a_server_that_changes_while_it_is_asked_decides_nothing(
+    tmp_path: Path, endpoints: list[Endpoint]
+) -> None:
+    a, b = Endpoint(right), Endpoint(right)
+    endpoints += [a, b]
+
+    def restarts(prompt: str) -> bool:
+        about = {"version": "0.5", "startup_time": {"scheduler_e2e": 0.5}}
+        b.tells["/server_info"] = orjson.dumps(about)
+        return False
+
+    b.fails = restarts
+    code, _, errors = run(tmp_path, *gsm8k_flags(tmp_path, a, b))
+    assert code == 1
+    assert f"{b.url}: by what it says of itself not the server that this run began with" in errors
+
+
+STATE: dict[str, Any] = {"version": "0.5", "random_seed": 5, "startup_time": {"scheduler_e2e": 1.25}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"/server_info": STATE | {"internal_states": [{"last_gen_throughput": 9.0}]}}, True),
+        ({"/server_info": STATE | {"random_seed": 6}}, False),
+        ({"/server_info": STATE | {"startup_time": {"scheduler_e2e": 1.26}}}, False),
+        ({"/model_info": {"weight_version": "2"}}, False),
+    ],
+)
+def test_what_makes_a_server_another(endpoints: list[Endpoint], changes: dict[str, Any], same: bool) -> None:
+    told = {"/server_info": STATE | {"internal_states": []}, "/model_info": {"weight_version": "1"}}
+    endpoint = Endpoint(right, tells={path: orjson.dumps(what) for path, what in told.items()})
+    endpoints.append(endpoint)
+    before = identity(endpoint.url)
+    assert before
+    endpoint.tells |= {path: orjson.dumps(what) for path, what in changes.items()}
+    assert (identity(endpoint.url) == before) is same
+
+
+def test_a_processs_start_tells_where_nothing_else_does(endpoints: list[Endpoint]) -> None:
+    """vLLM's /version is the same after a restart."""
+    endpoint = Endpoint(right, tells=dict(TELLS_NO_START["its version alone"]))
+    endpoints.append(endpoint)
+    assert identity(endpoint.url) == ""
+    found = set()
+    for start in (b"1.7e+09", b"1.8e+09"):
+        endpoint.tells["/metrics"] = b"# HELP x\nprocess_start_time_seconds " + start + b"\nx 1\n"
+        found.add(identity(endpoint.url))
+    assert len(found - {""}) == 2
+
+
+def test_behind_a_router_it_is_all_workers(endpoints: list[Endpoint]) -> None:
+    """The router's own /server_info is that of one of them."""
+    workers = [Endpoint(right), Endpoint(right)]
+    listed = {"workers": [{"url": f"{worker.url}@0"} for worker in workers]}
+    told = {"/workers": orjson.dumps(listed), "/server_info": workers[0].tells["/server_info"]}
+    router = Endpoint(right, tells=told)
+    endpoints += [*workers, router]
+    before = identity(router.url)
+    assert before
+    assert identity(router.url) == before
+    workers[1].tells = {"/server_info": orjson.dumps(STATE)}
+    assert identity(router.url) not in ("", before)
+    workers[1].tells = {}
+    assert identity(router.url) == ""
 
 
 def test_needles_up_to_the_context_limit(tmp_path: Path, endpoints: list[Endpoint]) -> None:
