@@ -31,6 +31,8 @@ EXERCISED = (
     "hit_pages_pool",
     "hit_pages_valkey",
     "pages_checked",
+    "saves_read_again",
+    "loads_read_back",
     "probes_cold",
     "probes_cached",
 )
@@ -58,6 +60,16 @@ class Limits:
     open_files: int = 16
     valkey_connections: int = 4
     stall_ms: float | None = 5.0
+
+
+def sample_of(text: str) -> Sample:
+    """Our metrics of what a server exports, and SGLang's count of evicted tokens."""
+    found: Sample = Counter()
+    for line in text.splitlines():
+        if line.startswith(("glm_sglang:", "sglang:evicted_tokens_total")):
+            name, _, value = line.rpartition(" ")
+            found[name.partition(":")[2]] = float(value)  # type: ignore[assignment]
+    return found
 
 
 def total(sample: Sample, name: str, **labels: str) -> float:
@@ -132,7 +144,8 @@ def verdict(found: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     """`failed`: each condition that does not hold, with its numbers. `not_exercised`: what did not happen. `passed`.
 
     found: `counts`, `wrong_bytes` (pages), `probes_wrong`, `failed_requests`, `left_behind`, `growth` (of what `Limits`
-    bounds), `sglang_complaints` (log lines), `server_alive`, `stall_ms` (of `stalls`).
+    bounds), `sglang_complaints` (log lines), `server_alive`, `stall_ms` (of `stalls`), `probe` (`bound`: how far an
+    answer may be from the first; `other_page`: how far one wrong page moves it, at least; `cold`: how far cold ones are).
     """
     failed: list[str] = []
     for name in ("wrong_bytes", "probes_wrong", "failed_requests"):
@@ -143,6 +156,12 @@ def verdict(found: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     loaded, checked = counts.get("pages_loaded_to_device", 0), counts.get("pages_checked", 0)
     if checked < loaded:
         failed.append(f"{loaded} pages were loaded, {checked} checked")
+    probe = found["probe"]
+    if probe["cold"] >= probe["bound"]:
+        failed.append(
+            f"the probe is blind: one wrong page moves it by {probe['other_page']:.2g}, computing it again by "
+            f"{probe['cold']:.2g}"
+        )
     for name, value in found["left_behind"].items():
         failed.append(f"leaks: {name} is {value:g} of an idle server")
     for name in ("memory_mib", "threads", "open_files", "valkey_connections"):

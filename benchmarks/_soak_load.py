@@ -7,6 +7,7 @@ prompts are asked and which are given up follows from the seed; in which order t
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -26,7 +27,8 @@ PAGE = 64
 TURNS = 3
 ANSWER = 4  # tokens; few, so that prefill is most of the work
 LONG_ANSWER = 64  # of a request that may be given up after its first token
-CANDIDATES = 12
+CONTROLS = 3
+VOCAB = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,19 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One answer to the probe prompt: its tokens, their logprobs, and how many tokens came from a cache."""
+    """One answer to the probe prompt: its tokens, and how many tokens came from a cache.
+
+    logprobs: of every token of the vocabulary to be the answer's first, in their order.
+    """
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    margin: float  # the least that any token has before the second best
+    logprobs: tuple[float, ...] = field(repr=False)
     cached: int
+
+    def apart(self, other: Probe) -> float:
+        """How far two answers are apart: rms of the difference of their logprobs, nats."""
+        squares = [(a - b) ** 2 for a, b in zip(self.logprobs, other.logprobs, strict=True)]
+        return math.sqrt(sum(squares) / len(squares))
 
 
 @dataclass(slots=True)
@@ -79,7 +88,10 @@ class Client:
     failures: list[str] = field(default_factory=list)
     expected: Probe | None = None
     wrong_probes: list[dict[str, Any]] = field(default_factory=list)
-    largest_difference: float = 0.0
+    differences: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # from the first answer, cold and cached
+    other_page: list[float] = field(default_factory=list)  # of the controls
     _probe_ids: list[int] = field(default_factory=list)
     _open: dict[int, list[_Conversation]] = field(default_factory=dict)
     _made: int = 0
@@ -200,22 +212,33 @@ class Client:
     # The probe
 
     def choose_probe(self) -> None:
-        """Of some prompts, the one whose cold answer is surest: that its tokens change is then no matter of rounding.
+        """Its first, cold answer; and, the control, what is answered where one page of it is another one.
 
-        Answers of random weights are nearly ties, and what a token's logits are in the last bits depends on how many
-        rows a step has.
+        Controls differ from the probe in the last page that a cache can have, so only that page and the few tokens behind
+        it are computed otherwise: what the probe would be answered if the cache gave it a wrong page.
         """
 
         async def all_of_them() -> list[Probe]:
             async with self._http() as http:
-                return [await self._answer(http, ids, None) for ids in candidates]
+                return [
+                    await self._answer(http, ids, f"control-{i}" if i else None)
+                    for i, ids in enumerate(prompts)
+                ]
 
-        candidates = [prompt(f"{self.seed}.probe.{i}", self.sizes.probe) for i in range(CANDIDATES)]
-        found = asyncio.run(all_of_them())
-        best = max(range(CANDIDATES), key=lambda i: found[i].margin)
-        if found[best].cached:
-            raise ValueError(f"the first answer to the probe took {found[best].cached} tokens from a cache")
-        self._probe_ids, self.expected = candidates[best], found[best]
+        ids = prompt(f"{self.seed}.probe", self.sizes.probe)
+        end = (len(ids) - 1) // PAGE * PAGE
+        others = [prompt(f"{self.seed}.other.{i}", PAGE) for i in range(CONTROLS)]
+        prompts = [ids, *([*ids[: end - PAGE], *other, *ids[end:]] for other in others)]
+        first, *controls = asyncio.run(all_of_them())
+        if first.cached:
+            raise ValueError(f"the first answer to the probe took {first.cached} tokens from a cache")
+        self._probe_ids, self.expected = ids, first
+        self.other_page = [round(first.apart(one), 6) for one in controls]
+
+    @property
+    def bound(self) -> float:
+        """How far an answer may be from the first: half of what one wrong page makes of it, at least."""
+        return 0.5 * min(self.other_page, default=0.0)
 
     async def _probe(self, http: httpx.AsyncClient, until: float) -> None:
         """Again and again, in turn: as it is, and under a name that no page was saved under, which makes it cold."""
@@ -234,20 +257,19 @@ class Client:
     def note(self, found: Probe) -> None:
         """Compares an answer with the first one."""
         assert self.expected is not None
-        self.counts["probes_cached" if found.cached else "probes_cold"] += 1
-        differences = [abs(a - b) for a, b in zip(found.logprobs, self.expected.logprobs, strict=True)]
-        if found.tokens == self.expected.tokens:
-            self.largest_difference = max(self.largest_difference, *differences)
-        else:
-            self.wrong_probes.append(
-                {"cached": found.cached, "tokens": found.tokens, "logprobs": found.logprobs}
-            )
+        kind = "cached" if found.cached else "cold"
+        self.counts[f"probes_{kind}"] += 1
+        self.counts["probes_of_other_tokens"] += found.tokens != self.expected.tokens
+        apart = found.apart(self.expected)
+        self.differences.setdefault(kind, []).append(apart)
+        if apart > self.bound:
+            self.wrong_probes.append({"kind": kind, "cached": found.cached, "apart": apart})
 
     @staticmethod
     async def _answer(http: httpx.AsyncClient, ids: list[int], extra_key: str | None) -> Probe:
         sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
-        body |= {"top_logprobs_num": 2, "extra_key": extra_key}
+        body |= {"top_logprobs_num": VOCAB, "extra_key": extra_key}
         response = await http.post("/generate", content=orjson.dumps(body), headers=_JSON)
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}: {response.text[:200]}")
@@ -257,8 +279,7 @@ class Client:
         meta = answer["meta_info"]
         return Probe(
             tuple(answer["output_ids"]),
-            tuple(entry[0] for entry in meta["output_token_logprobs"]),
-            min(first[0] - second[0] for first, second in meta["output_top_logprobs"]),
+            tuple(entry[0] for entry in sorted(meta["output_top_logprobs"][0], key=lambda one: one[1])),
             int(meta["cached_tokens"]),
         )
 

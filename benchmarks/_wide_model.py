@@ -3,11 +3,22 @@
 SGLang's `--load-format dummy` would send every token to the same experts (its routers are nearly zero), so the weights
 are written: random matrices, one a shape, copied, under routers of unit logits. Where a token meets all experts anyway,
 or there is no disk for the layers that are wanted, `weights=False` leaves them to that format.
+
+Under unit queries a head's softmax is nearly flat, and an answer hardly knows what a page of its prompt holds; `sharp` of
+4 lets each head look at a few tokens, so that an answer tells a wrong page from a right one.
+
+    python -m benchmarks._wide_model FOLDER --layers 78 --experts 8 --no-weights
+
+writes the ablation's model: of 78 layers it has GLM-5.3's dense layers and indexers, of fewer as large a share.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +30,9 @@ from glm_sglang.tiny_model.quantise import FP8_MAX
 from glm_sglang.tiny_model.shape import FP8_BLOCK, Shape, generation_config, hf_config
 
 MARKER = "wide_model.json"
+SHARP = 4.0
+POSITIONS = 163_840  # 128k tokens and a second turn
+LAYERS_A_DENSE = 26  # GLM-5.3: three of 78
 
 
 def true_widths(layers: int, experts: int) -> Shape:
@@ -37,9 +51,29 @@ def true_widths(layers: int, experts: int) -> Shape:
     )
 
 
-def write(folder: Path, shape: Shape, weights: bool = True) -> int:
-    """Writes the checkpoint to `folder`, where it isn't there already; returns its bytes, 0 without weights."""
+def in_proportion(layers: int, experts: int) -> Shape:
+    """True widths; of 78 layers GLM-5.3's three dense ones, indexers in these and in every fourth behind them: 21."""
+    dense = max(1, layers // LAYERS_A_DENSE)
+    kinds = "".join("F" if i < dense or (i - dense + 1) % 4 == 0 else "S" for i in range(layers))
+    shape = true_widths(layers, experts)
+    return replace(shape, dense_layers=dense, indexer_types=kinds, max_position=POSITIONS)
+
+
+def write_for_cache(folder: Path, layers: int, positions: int) -> int:
+    """A model whose answers depend on its cached KV: index keys in every layer, 8 experts that every token meets. Its
+    bytes, about 0.5 GB a layer.
+    """
+    shape = replace(true_widths(layers, 8), indexer_types="F" * layers, max_position=positions)
+    return write(folder, shape, sharp=SHARP)
+
+
+def write(folder: Path, shape: Shape, weights: bool = True, sharp: float = 1.0) -> int:
+    """Writes the checkpoint to `folder`, where it isn't there already; returns its bytes, 0 without weights.
+
+    sharp: rms of queries.
+    """
     made_from = repr(shape) if weights else f"{shape!r} without weights"
+    made_from += f" sharp {sharp}" if sharp != 1.0 else ""
     marker = folder / MARKER
     if marker.is_file() and json.loads(marker.read_text())["made_from"] == made_from:
         return int(json.loads(marker.read_text())["bytes"])
@@ -56,7 +90,7 @@ def write(folder: Path, shape: Shape, weights: bool = True) -> int:
         (folder / name).write_text(text, encoding="utf-8")
     files: dict[str, str] = {}
     total = 0
-    for prefix, tensors in _parts(folder, shape).items() if weights else ():
+    for prefix, tensors in _parts(folder, shape, sharp).items() if weights else ():
         file = f"{prefix.strip('.') or 'rest'}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(tensors, file)
@@ -71,9 +105,11 @@ def write(folder: Path, shape: Shape, weights: bool = True) -> int:
 class _Parts(dict[str, dict[str, torch.Tensor]]):
     """Tensors by layer prefix, made when a layer is asked for: one layer is in memory at a time."""
 
-    def __init__(self, shapes: dict[str, dict[str, torch.Size]], unquantised: list[str]) -> None:
+    def __init__(
+        self, shapes: dict[str, dict[str, torch.Size]], unquantised: list[str], sharp: float
+    ) -> None:
         super().__init__()
-        self.shapes, self.unquantised = shapes, unquantised
+        self.shapes, self.unquantised, self.sharp = shapes, unquantised, sharp
         self.draw = torch.Generator().manual_seed(7)
         self.drawn: dict[torch.Size, torch.Tensor] = {}
 
@@ -96,6 +132,8 @@ class _Parts(dict[str, dict[str, torch.Tensor]]):
     def _plain(self, name: str, shape: torch.Size) -> torch.Tensor:
         if name.endswith("e_score_correction_bias"):
             return torch.zeros(shape)
+        if name.endswith("q_a_layernorm.weight"):
+            return torch.full(shape, self.sharp, dtype=torch.bfloat16)
         if "norm" in name:
             return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.bfloat16)
         std = 1.0 if "embed" in name else shape[-1] ** -0.5
@@ -126,10 +164,9 @@ def tensor_shapes(folder: Path) -> dict[str, dict[str, torch.Size]]:
     return shapes
 
 
-def _parts(folder: Path, shape: Shape) -> _Parts:
-    return _Parts(
-        tensor_shapes(folder), hf_config(shape, "fp8")["quantization_config"]["modules_to_not_convert"]
-    )
+def _parts(folder: Path, shape: Shape, sharp: float) -> _Parts:
+    unquantised = hf_config(shape, "fp8")["quantization_config"]["modules_to_not_convert"]
+    return _Parts(tensor_shapes(folder), unquantised, sharp)
 
 
 def _apart(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
@@ -140,3 +177,26 @@ def _apart(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
     names = ("gate_proj", "up_proj") if part.startswith("gate_up") else ("down_proj",)
     size = torch.Size((shape[1] // len(names), shape[2]))
     return [(f"{prefix}.experts.{e}.{n}.weight", size) for e in range(shape[0]) for n in names]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks._wide_model", description="Writes the ablation's model."
+    )
+    p.add_argument("folder", type=Path)
+    p.add_argument("--layers", type=int, required=True)
+    p.add_argument("--experts", type=int, required=True)
+    p.add_argument("--no-weights", action="store_true", help="for --load-format dummy")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    size = write(args.folder, in_proportion(args.layers, args.experts), weights=not args.no_weights)
+    print(f"a checkpoint of {size / 2**30:.1f} GiB at {args.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,9 +3,10 @@
 Two parts, each with a time of its own, and written to `--out` as they go. `copies`: the copies by themselves, true
 GLM-5.x pages, no server: GB/s against a plain pinned copy, every page's bytes after save, eviction and load, a load under
 a forward and what its launch waits for it. `servers`: prefill steps at 4k and 16k tokens with the cache off, with ours,
-and with synchronous saves a chunk as LMCache makes them; busy shares from traces, scheduler stalls (waits of a launch for
-its loads among them), loads of 32k and 128k tokens against recomputing them. `targets` and `missed` hold all of it
-against what was to be reached (`_async_save_judge`); a target that is missed does not change the exit status.
+and with synchronous saves a chunk as LMCache makes them, and the scheduler's stalls of those alone; lone prompts of 4k
+tokens that miss; loads of 32k and 128k tokens against recomputing them, and what their launches wait; last, busy shares
+from traces. What had no time is in `skipped`. `targets` and `missed` hold all of it against what was to be reached
+(`_async_save_judge`; "holds": null is not judged, and says why); a target that is missed does not change the exit status.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", default="off,ours,sync")
     parser.add_argument("--url", default="embedded://", help="of the arm with our cache (--glm-cache-url)")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=240.0, help="time box once the servers are up")
+    parser.add_argument("--seconds", type=float, default=360.0, help="time box once the servers are up")
+    parser.add_argument(
+        "--copy-gb-s",
+        type=float,
+        default=50.4,
+        help="of a load by itself, where `copies` is not of this run (default %(default)s, of one H200)",
+    )
     parser.add_argument(
         "--start-seconds", type=float, default=240.0, help="longest wait for a server, from its start"
     )
@@ -99,7 +106,9 @@ def servers(args: argparse.Namespace, result: Result, out: Path) -> None:
     from benchmarks import _cache_servers
 
     model = Path(tempfile.mkdtemp(prefix="async-save-model-"))
-    _cache_servers.write_model(model, args.layers)
+    began = time.monotonic()
+    size = _cache_servers.write_model(model, args.layers)
+    result.put(model_gb=round(size / 1e9, 2), model_seconds=round(time.monotonic() - began, 1))
     began = time.monotonic()
     flags = _cache_servers.arm_flags(args.url)
     arms, failed = _cache_servers.start(
@@ -109,7 +118,9 @@ def servers(args: argparse.Namespace, result: Result, out: Path) -> None:
         args.start_seconds,
     )
     try:
-        result.put(up_seconds=round(time.monotonic() - began, 1), layers=args.layers)
+        result.put(
+            copy_gb_s_stated=args.copy_gb_s, up_seconds=round(time.monotonic() - began, 1), layers=args.layers
+        )
         if failed:
             result.put(not_up=failed)
         time.sleep(max(0.0, args.began + args.hold - time.monotonic()))

@@ -6,9 +6,11 @@ both evict all the time, and a Valkey that is stopped (SIGSTOP) for a part of ev
 layers, random weights on one GPU; `--reference`: in miniature on the reference platform.
 
 Judged, with exit status 1 where one does not hold (`verdict`):
-  bytes   every page that was loaded, from wherever it had come into the CPU pool, has the bytes under which it was
-          saved (`glm_sglang.cache.audit`: digests of the pool's pages); a probe prompt is answered with the tokens of
-          its first, cold, answer each time, from the device, the pool, Valkey, or computed anew.
+  bytes   every page that was loaded, from wherever it had come into the CPU pool, has there, and on the device behind
+          the load, the bytes under which it was saved, and those are what its device page is once the forward is over
+          (`glm_sglang.cache.audit`); a probe prompt is answered as it was first, cold, each time, from the device, the
+          pool, Valkey, or computed anew: its logprobs are no further from the first than half of what one wrong page
+          makes of them, which is measured first (`probe`; a probe that cannot tell is a failure).
   leaks   when all is idle, nothing is held, pinned, queued or waiting, in our tiers or SGLang's KV; SGLang's own check
           of an idle pool is silent; memory, threads, files and connections stay where they were after the warm-up (the
           first third of the load).
@@ -27,7 +29,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -38,7 +40,7 @@ import httpx
 
 from benchmarks import _idle_steps, _result, gpu_idle
 from benchmarks._moe_servers import Report
-from benchmarks._soak_judge import Limits, Sample, grown, left_behind, stalls, verdict
+from benchmarks._soak_judge import Limits, Sample, grown, left_behind, sample_of, stalls, verdict
 from benchmarks._soak_load import PAGE, Client, Sizes
 from benchmarks._stalled_servers import MODEL
 from benchmarks._stalled_turns import Stalls
@@ -81,7 +83,7 @@ class Setting:
 
 
 # The probe has no more tokens than the index top-k of 2,048: then every key is selected. Beyond it, which keys are
-# depends on scores whose last bits depend on how many rows a step has, and a cold answer need not equal a cached one.
+# depends on scores whose last bits depend on how many rows a step has.
 GPU = Setting(
     sizes=Sizes(shortest=200, longest=32_768, tail=2048, probe=1900, clients=12, live=4, probe_every=3.0),
     limits=Limits(memory_mib=512.0),
@@ -140,10 +142,12 @@ class Soak:
     def _machine(self, model: Path) -> tuple[list[str], dict[str, str]]:
         """Writes the model; flags and environment of a server of it."""
         if not self.args.reference:
-            gpu_idle.write_model(model, self.args.layers, shared=False)
-            common = {
-                name: value for name, value in gpu_idle.COMMON.items() if name != "prefill-max-requests"
-            }
+            from benchmarks import _wide_model
+
+            size = _wide_model.write_for_cache(model, self.args.layers, self.setting.sizes.context)
+            self.report.say(f"a checkpoint of {size / 1e9:.1f} GB")
+            left_out = ("prefill-max-requests", "load-format")
+            common = {name: value for name, value in gpu_idle.COMMON.items() if name not in left_out}
             flags = [f"--{name}={value}" for name, value in common.items()]
             return [*flags, *gpu_idle.SWITCHES, "--cuda-graph-backend-prefill", "disabled"], {}
         from glm_sglang.tiny_model.__main__ import main as make_model
@@ -157,13 +161,7 @@ class Soak:
 
     def scrape(self) -> Sample:
         """Our metrics, and SGLang's count of evicted tokens, as they are or were a second ago."""
-        found: Sample = Counter()
-        text = self._get("/metrics").text
-        for line in text.splitlines():
-            if line.startswith(("glm_sglang:", "sglang:evicted_tokens_total")):
-                name, _, value = line.rpartition(" ")
-                found[name.partition(":")[2]] = float(value)  # type: ignore[assignment]
-        return found
+        return sample_of(self._get("/metrics").text)
 
     def _get(self, path: str) -> httpx.Response:
         answer = httpx.get(self.server.url + path, timeout=30, trust_env=False, follow_redirects=True)
@@ -269,11 +267,12 @@ class Soak:
         return self._found(before, after, held, alive)
 
     def _found(self, before: Sample, after: Sample, held: dict[str, float], alive: bool) -> dict[str, Any]:
-        from glm_sglang.cache.audit import mismatches
+        from glm_sglang.cache.audit import looks, mismatches
 
         client, last = self.client, self.read()
         warm = self.warm or self.readings[0]
         checked, wrong = mismatches(self.audit)
+        seen = looks(self.audit)
         log = self.server.log.read_text(errors="replace")
         found: dict[str, Any] = {
             "wrong_bytes": len(wrong),
@@ -284,10 +283,21 @@ class Soak:
             "growth": {name: round(last[name] - warm[name], 1) for name in last if name != "at_s"},
             "sglang_complaints": _COMPLAINT.findall(log)[:5],
             "server_alive": alive,
+            "probe": {
+                "bound": client.bound,
+                "other_page": min(client.other_page),
+                "cold": max(client.differences.get("cold", [0.0])),
+                "cached": max(client.differences.get("cached", [0.0])),
+                "controls": client.other_page,
+                "tokens": client.expected.tokens if client.expected else None,
+                "wrong": client.wrong_probes[:10],
+            },
             "counts": {
                 **client.counts,
                 **counts(before, after),
                 "pages_checked": checked,
+                "saves_read_again": seen["again"],
+                "loads_read_back": seen["device"],
                 "stalls_of_valkey": len(self.stalls.intervals),
             },
         }
@@ -301,11 +311,6 @@ class Soak:
             "limits": asdict(self.setting.limits),
             "warm_reading": warm,
             "readings": self.readings,
-            "probe": {
-                "expected": asdict(client.expected) if client.expected else None,
-                "largest_logprob_difference": client.largest_difference,
-                "wrong": client.wrong_probes[:10],
-            },
             "failures": client.failures[:20],
             "prefetch_ends": by_label(before, after, "cache_prefetches_total", "end"),
             "dropped_saves": by_label(before, after, "cache_dropped_saves_total", "reason"),
@@ -408,9 +413,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         report.put(up_s=round(time.monotonic() - report.began, 1))
-        found = soak.run()
-        for name in ("so_far", "client"):  # for a run that is cut off
-            report.result.pop(name, None)
+        try:
+            found = soak.run()
+        except Exception as error:  # what is known so far is kept beside it
+            report.put(passed=False, failed=[f"cut off: {type(error).__name__}: {error}"[:3000]])
+            report.say(traceback.format_exc())
+            return 1
         report.put(**found)
     final = _result.finish("cache_soak", report.result, args, device="cpu" if args.reference else None)
     report.put(**final)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # Pages whose copies may wait: of the pool, at most this share, and no fewer than a long prompt's.
-_SAVE_SHARE = 0.25
+_SAVE_SHARE = 0.5
 _SAVE_LEAST = 64
 
 

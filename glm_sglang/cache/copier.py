@@ -28,8 +28,19 @@ class HostPage(Protocol):
         """Where its first byte is: `tensor.data_ptr()`, without making the tensor."""
 
 
+Saved = Callable[[Sequence[int], Sequence[HostPage]], None]
+
+
 class PageCopier(Protocol):
-    """How pages are copied."""
+    """How pages are copied.
+
+    saved: an audit's, called with the arguments of `start_save` by whoever waits for it, once the bytes are there.
+    layers: of the pool; `landed` is called so often.
+    """
+
+    saved: Saved | None
+    layers: int
+    page_bytes: int
 
     def written(self, forward_stream: Any) -> Callable[[], None]:
         """Called on the scheduler thread, never waits. The result waits until the pages that are written by now
@@ -58,6 +69,21 @@ class PageCopier(Protocol):
         neighbours the host pages were. Where this raises, nothing is read or written any more already.
         """
 
+    # For an audit:
+
+    def own_memory(self, pages: int) -> torch.Tensor:
+        """uint8 [pages, bytes of a page], of a kind that pages can be copied to."""
+
+    def save_again(self, pages: Sequence[int], into: Sequence[HostPage]) -> None:
+        """Within `saved`: what the same device pages hold now, after what the save was to come behind has been done by
+        the host's clock, which does not trust the order on the device. Returns when the bytes are there.
+        """
+
+    def read_back(self, slots: Sequence[torch.Tensor], into: Sequence[HostPage]) -> Callable[[], None]:
+        """Within `landed` of a load's last layer: what the load has made of the pages whose slots these are, before
+        anybody else may write them. The result, for any thread, returns when the bytes are there.
+        """
+
 
 class TorchPageCopier:
     """Copies through a staging tensor, a block of pages at a time; every call waits for its copies.
@@ -66,8 +92,11 @@ class TorchPageCopier:
     would be their product. Owned by the copier: two blocks, one for each direction.
     """
 
+    saved: Saved | None = None
+
     def __init__(self, device: DevicePages, block_bytes: int = 64 << 20) -> None:
         self._device = device
+        self.layers, self.page_bytes = len(device.layers), device.layout.page_bytes
         self.block = max(1, block_bytes // device.layout.page_bytes)
         self._cuda = device.device.type == "cuda"
         self._streams: dict[str, Any] = {}
@@ -96,6 +125,8 @@ class TorchPageCopier:
     def start_save(self, pages: Sequence[int], into: Sequence[HostPage]) -> Callable[[], None]:
         """The copies are complete when this returns; there is nothing left to wait for."""
         self.save(pages, into)
+        if self.saved is not None:
+            self.saved(pages, into)
         return _nothing
 
     def save(self, pages: Sequence[int], into: Sequence[HostPage]) -> None:
@@ -143,6 +174,26 @@ class TorchPageCopier:
                         self._synchronize("load")
                         landed(layer)
                 self._synchronize("load")
+
+    def own_memory(self, pages: int) -> torch.Tensor:
+        """Pinned where there is CUDA."""
+        return torch.empty(pages, self.page_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+
+    def save_again(self, pages: Sequence[int], into: Sequence[HostPage]) -> None:
+        """`written` has waited already, so this is a plain save."""
+        self.save(pages, into)
+
+    def read_back(self, slots: Sequence[torch.Tensor], into: Sequence[HostPage]) -> Callable[[], None]:
+        """At once: the load is complete, and its forward has not begun."""
+        tokens = self._device.layout.page_tokens
+        with self._stream("back"):
+            numbers = [number for one in slots for number in page_numbers(one, tokens)]
+            rows = self._rows(numbers)
+            for part in self._parts():
+                for page, row in zip(into, part.rows.index_select(0, rows), strict=True):
+                    page.tensor[part.span].copy_(row, non_blocking=self._cuda)
+            self._synchronize("back")
+        return _nothing
 
     def _parts(self) -> Any:
         return (part for parts in self._device.layers for part in parts)

@@ -15,20 +15,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from glm_kernels.page_copy import Rows
 
 from glm_sglang.cache import cuda_plan
-from glm_sglang.cache.copier import HostPage
+from glm_sglang.cache.copier import HostPage, Saved
 from glm_sglang.cache.cuda_loads import MEASURED, CudaLoads, by_address
 from glm_sglang.cache.cuda_ring import Ring
 from glm_sglang.cache.cuda_runtime import Event, Runtime, Stream, Strided
 from glm_sglang.cache.device_pages import DevicePages
+from glm_sglang.errors import UsageError
 
 _SLOTS = 3  # of a direction: one is gathered into, one is copied, one is slack
 _SLOT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From the pool to the host: staging, and the streams that fill and empty it."""
+
+    ring: Ring
+    gather: Stream
+    to_host: Stream
 
 
 class CudaPageCopier:
@@ -37,7 +49,11 @@ class CudaPageCopier:
     Owns 2 · 3 slots of staging (64 MiB each, or one page where that is more), four streams, and its tables, until
     it is dropped. `landed` of a load is called when a layer's copies are *queued*, in order: `queued_layer` marks the
     place, and whoever reads the layer must have its stream wait for that (`cuda_layers.StreamLayerCounter`).
+
+    An audit (`saved`, `save_again`, `read_back`) takes as much staging again as saves do.
     """
+
+    saved: Saved | None = None
 
     def __init__(
         self,
@@ -49,33 +65,48 @@ class CudaPageCopier:
         region_of: Callable[[int], int] = cuda_plan.one_region,
         costs: cuda_plan.Costs = MEASURED,
     ) -> None:
-        """region_of: the part of host memory an address is in, where it was pinned in parts. costs: `CudaLoads`'s."""
+        """region_of: the part of host memory an address is in, where it was pinned in parts. costs: `CudaLoads`'s.
+
+        Raises UsageError where the GPU has no room for staging: SGLang has sized its KV pool by then.
+        """
         self._runtime = runtime
         self._region_of = region_of
-        self._page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
-        self._pitch = cuda_plan.aligned(self._page_bytes)
+        self.layers = len(device.layers)
+        self.page_bytes, self._page_tokens = device.layout.page_bytes, device.layout.page_tokens
+        self._pitch = cuda_plan.aligned(self.page_bytes)
         slot_bytes = max(slot_bytes, self._pitch)
         self.block = slot_bytes // self._pitch
         self.depth = slots
         parts = [part for layer in device.layers for part in layer]
         self._whole = runtime.table([Rows(part.rows, part.start) for part in parts])
-        self._ring = Ring(runtime, slots, slot_bytes)
-        self._gather = runtime.stream(urgent=True)  # it is short, and a copy of a millisecond waits for it
-        self._to_host = runtime.stream(urgent=False)
-        self.loads = CudaLoads(
-            device, runtime, Ring(runtime, slots, slot_bytes), region_of=region_of, costs=costs
-        )
+        try:
+            saving, loading = (Ring(runtime, slots, slot_bytes) for _ in range(2))
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"the cache stages pages in {2 * slots * slot_bytes >> 20} MiB ({2 * slots * slot_bytes} bytes) of GPU "
+                "memory beside weights and KV pool, and so much is not free; lower --mem-fraction-static"
+            ) from error
+        self._saves = self._way(saving)
+        self._back: _Way | None = None  # an audit's
+        self._own_ring = partial(Ring, runtime, slots, slot_bytes)
+        self.loads = CudaLoads(device, runtime, loading, region_of=region_of, costs=costs)
         self._after = threading.local()
+        self._pinned = device.device.type == "cuda"
 
     def warm(self) -> None:
         """Compiles the kernels: copies page 0, the pool's padding, onto itself. Before anything else is under way."""
-        with self._runtime.on(self._gather):
-            staged = self._ring.take(self._gather).pages(1, self._pitch)
+        gather = self._saves.gather
+        with self._runtime.on(gather):
+            staged = self._saves.ring.take(gather).pages(1, self._pitch)
             self._runtime.gather(self._whole, self._runtime.numbers([0]), staged)
             slots = self._runtime.numbers(range(self._page_tokens))
             numbers = self._runtime.page_numbers([slots], self._page_tokens, [0])
             self._runtime.scatter(self._whole, numbers, staged)
-        self._drain(self._gather)
+        self._drain(gather)
+
+    def _way(self, ring: Ring) -> _Way:
+        # The gather is urgent: it is short, and a copy of a millisecond waits for it.
+        return _Way(ring, self._runtime.stream(urgent=True), self._runtime.stream(urgent=False))
 
     # Order with the forward
 
@@ -90,7 +121,7 @@ class CudaPageCopier:
 
         def ready() -> None:
             self._runtime.begin_thread()
-            self._after.events = after
+            self._after.events = self._after.written = after
             self._runtime.poll(after[0].query)
 
         return ready
@@ -127,28 +158,47 @@ class CudaPageCopier:
 
         Where queueing fails it raises only when nothing is under way any more.
         """
+        done = self._queue_save(pages, into, self._region_of)
+
+        def wait() -> None:
+            self._runtime.poll(done.query)
+            if self.saved is not None:
+                self.saved(pages, into)
+
+        return wait
+
+    def _queue_save(
+        self, pages: Sequence[int], into: Sequence[HostPage], region_of: Callable[[int], int]
+    ) -> Event:
+        """The copies, and an event behind them."""
         if len(into) != len(pages):
             raise ValueError(f"{len(pages)} device pages for {len(into)} host pages")
+        way = self._saves
         try:
             for event in self._events():
-                self._gather.wait_event(event)
-            with self._runtime.on(self._gather):
+                way.gather.wait_event(event)
+            with self._runtime.on(way.gather):
                 for start in range(0, len(pages), self.block):
                     end = start + self.block
-                    self._save_block(pages[start:end], into[start:end])
+                    addresses, numbers = by_address(into[start:end], pages[start:end])
+                    self._save_block(way, self._runtime.numbers(numbers), addresses, region_of)
         except BaseException:
-            self._drain(self._gather, self._to_host)
+            self._drain(way.gather, way.to_host)
             raise
-        done = self._mark(self._to_host)
-        return lambda: self._runtime.poll(done.query)
+        return self._mark(way.to_host)
 
-    def _save_block(self, pages: Sequence[int], into: Sequence[HostPage]) -> None:
-        addresses, numbers = by_address(into, pages)
-        slot = self._ring.take(self._gather)
-        staged = slot.pages(len(numbers), self._pitch)
-        self._runtime.gather(self._whole, self._runtime.numbers(numbers), staged)
-        slot.filled.record(self._gather)
-        self._to_host.wait_event(slot.filled)
+    def _save_block(
+        self,
+        way: _Way,
+        numbers: torch.Tensor,
+        addresses: Sequence[int],
+        region_of: Callable[[int], int],
+    ) -> None:
+        slot = way.ring.take(way.gather)
+        staged = slot.pages(len(addresses), self._pitch)
+        self._runtime.gather(self._whole, numbers, staged)
+        slot.filled.record(way.gather)
+        way.to_host.wait_event(slot.filled)
         base = staged.data_ptr()
         pieces = [
             Strided(
@@ -156,13 +206,13 @@ class CudaPageCopier:
                 self._pitch,
                 run.address,
                 run.pitch,
-                self._page_bytes,
+                self.page_bytes,
                 run.count,
             )
-            for run in cuda_plan.runs(addresses, self._page_bytes, self._region_of)
+            for run in cuda_plan.runs(addresses, self.page_bytes, region_of)
         ]
-        self._runtime.copy(pieces, to_host=True, stream=self._to_host)
-        slot.free.record(self._to_host)
+        self._runtime.copy(pieces, to_host=True, stream=way.to_host)
+        slot.free.record(way.to_host)
 
     # Load
 
@@ -194,6 +244,35 @@ class CudaPageCopier:
             return runs
 
         return wait
+
+    # For an audit: `copier.PageCopier`
+
+    def own_memory(self, pages: int) -> torch.Tensor:
+        """Pinned as a whole, where the pool is on a GPU."""
+        return torch.empty(pages, self.page_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def save_again(self, pages: Sequence[int], into: Sequence[HostPage]) -> None:
+        """On the save thread, which waits for the forward that `written` has marked."""
+        for event in self._after.written:
+            self._runtime.poll(event.query)
+        self._runtime.poll(self._queue_save(pages, into, cuda_plan.one_region).query)
+
+    def read_back(self, slots: Sequence[torch.Tensor], into: Sequence[HostPage]) -> Callable[[], None]:
+        """On the load thread. The layer is marked anew, behind the gathers, so that whoever writes the slots once the
+        load's forward is over comes behind them on the device. Page numbers are computed from the slots again.
+        """
+        back = self._back = self._back or self._way(self._own_ring())
+        back.gather.wait_event(self.loads.marked)
+        addresses, order = by_address(into, range(len(into)))
+        with self._runtime.on(back.gather):
+            numbers = self._runtime.page_numbers(slots, self._page_tokens, order)
+            for start in range(0, len(into), self.block):
+                end = start + self.block
+                self._save_block(back, numbers[start:end], addresses[start:end], cuda_plan.one_region)
+        self.loads.stream.wait_event(self._mark(back.gather))
+        self.loads.marked = self._mark(self.loads.stream)
+        done = self._mark(back.to_host)
+        return lambda: self._runtime.poll(done.query)
 
     # Layers, for whoever reads them
 

@@ -4,6 +4,10 @@ Pinning costs about 0.3 s a GiB, minutes for a large pool. So the memory is pinn
 which is bound to CPUs of the node and touches each piece first; slots become free to use as their piece is pinned. The
 first piece is pinned before the constructor returns: a machine that cannot do it is found out at the start.
 
+A process that is forked later has none of it: the kernel would copy what is pinned for DMA while it forks, all of the
+pool. Subprocesses never look at it. The reference platform, which forks its schedulers, does so before there is a pool,
+and has LMCache's memory.
+
 Owner: the CPU pool, which closes it. A copy must not cross from one piece to the next, which CUDA refuses for memory
 registered in parts; `region_of` says which piece an address is in.
 """
@@ -106,6 +110,7 @@ class GrowingAllocator(PinMemoryAllocator):  # type: ignore[misc]
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without transparent huge pages: it takes longer to pin
             memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy at once what is pinned, page by page
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self.base = self.buffer.data_ptr()
         self.allocator = PagedTensorMemoryAllocator(self.buffer, shapes, dtypes, fmt)

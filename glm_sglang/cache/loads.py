@@ -58,6 +58,7 @@ class LoadQueue:
         self._counter = counter
         self._recorder = recorder
         self._audit = audit
+        self._watch = audit.watch(copier)
         self._work: queue.Queue[tuple[int, list[Load], Callable[[], None]] | None] = queue.Queue()
         self._under_way: queue.Queue[tuple[int, list[Load], Callable[[], int]] | None] = queue.Queue()
         self._threads = [
@@ -125,4 +126,11 @@ class LoadQueue:
         free()
         slots = [load.indices for load in loads]
         pages = [page for load in loads for page in load.pages]
-        return self._copier.start_load(slots, pages, lambda layer: self._counter.complete(index, layer))
+
+        def landed(layer: int) -> None:
+            self._counter.complete(index, layer)
+
+        if self._watch is not None:
+            keys = [key for load in loads for key in load.keys]
+            return self._watch.start_load(slots, keys, pages, landed)
+        return self._copier.start_load(slots, pages, landed)

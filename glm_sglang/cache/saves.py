@@ -32,6 +32,7 @@ class _Save:
     names: Sequence[str]
     indices: Any  # [tokens] int64 on the device: the page's slots, page by page
     written: Callable[[], None]
+    most: int = 0  # pages to be copied, behind those that are resident
     succeeded: bool | None = None
 
 
@@ -49,7 +50,9 @@ class SaveQueue:
 
     The tree locks the node until its save is taken from here by `pop`, so its pages are not reused while they
     are read. Every save gets exactly one result, and results come in the order of asking: ranks count and take
-    them in step.
+    them in step. A node may have more pages than the queue has room for: of those that are not resident the first are
+    saved, and the result is False. The tree then offers the node again when a prompt next goes through it, on all ranks
+    alike, and what is resident by then needs no room: so each time more of it is saved.
     """
 
     def __init__(
@@ -81,14 +84,18 @@ class SaveQueue:
         return self._queued_pages
 
     def put(self, names: Sequence[str], indices: Any, written: Callable[[], None]) -> None:
-        """Scheduler thread. names: the pages' keys in hexadecimal. What does not fit the queue has failed at once."""
-        if self._queued_pages + len(names) > self._limit():  # only this thread adds to it
+        """Scheduler thread. names: the pages' keys in hexadecimal. Where the queue has no room for a single one, the save
+        has failed at once.
+        """
+        room = max(0, self._limit() - self._queued_pages)  # only this thread adds to it
+        most = min(len(names), room)
+        if names and not room:
             self.refuse(len(names), "queue_full")
             return
-        save = _Save(names, indices, written)
+        save = _Save(names, indices, written, most)
         with self._lock:
             self._order.append(save)
-            self._queued_pages += len(names)
+            self._queued_pages += most
         self._work.put(save)
 
     def refuse(self, pages: int, end: str) -> None:
@@ -134,7 +141,7 @@ class SaveQueue:
                 succeeded = False
             with self._lock:
                 save.succeeded = succeeded
-                self._queued_pages -= len(save.names)
+                self._queued_pages -= save.most
             self._work.task_done()
         self._work.task_done()
 
@@ -146,15 +153,19 @@ class SaveQueue:
         except BaseException:
             self._count("failed", len(keys))
             raise
-        first = self._store.resident(keys)  # what was loaded from the pool comes back here
-        lane = object() if len(keys) - first > RESERVE else None
+        # What was loaded from the pool comes back here, and what was saved of a larger node.
+        first = self._store.resident(keys)
+        end = min(len(keys), first + save.most)
+        lane = object() if end - first > RESERVE else None
         self._count("resident", first)
+        if end < len(keys):
+            self._count("queue_full", len(keys) - end)
         under_way: deque[_Block] = deque()
         ended = first
         try:
             start, step = first, RESERVE
-            while start < len(keys):
-                part = keys[start : start + step]
+            while start < end:
+                part = keys[start : min(start + step, end)]
                 last = len(part) <= FEWER
                 pages = self._store.reserve(len(part), last=last, lane=lane)
                 if pages is None:
@@ -171,11 +182,11 @@ class SaveQueue:
             while under_way:
                 ended += self._finish(under_way)
         except BaseException:
-            self._count("failed", len(keys) - ended)
+            self._count("failed", end - ended)
             self._abandon(under_way)
             raise
-        if ended < len(keys):
-            self._count("pool_full", len(keys) - ended)
+        if ended < end:
+            self._count("pool_full", end - ended)
         return ended == len(keys)
 
     def _finish(self, under_way: deque[_Block]) -> int:

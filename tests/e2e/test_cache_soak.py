@@ -37,6 +37,10 @@ def test_everything_at_once(tmp_path: Path) -> None:
     assert found["left_behind"] == {}
     counts = found["counts"]
     assert counts["pages_checked"] >= counts["pages_loaded_to_device"] > 0
+    assert counts["loads_read_back"] == counts["pages_checked"]
+    assert counts["saves_read_again"] >= counts["saved_pages"] > 0
+    probe = found["probe"]
+    assert max(probe["cold"], probe["cached"]) < probe["bound"] < probe["other_page"]
     assert counts["hit_pages_valkey"] > 0
     assert counts["stalls_of_valkey"] >= 4  # one in every 8 s
     ended = ("completed", "ended_before_its_abort", "aborts_midway", "aborts_asked")
@@ -45,6 +49,28 @@ def test_everything_at_once(tmp_path: Path) -> None:
     )
     kept = orjson.loads((tmp_path / "cache_soak.json").read_bytes())
     assert {**kept, "seconds": 0} == {**found, "seconds": 0}  # written a moment later
+
+
+def test_a_wrong_page_of_each_load_is_found(tmp_path: Path) -> None:
+    """On the device alone: neither the pool nor Valkey has a wrong byte. By the audit, and by the probe by itself."""
+    site = str(Path(__file__).parent / "wrong_page_site")
+    done = subprocess.run(
+        command(tmp_path, 16),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": site},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr[-4000:]
+    found = orjson.loads(done.stdout.splitlines()[-1])
+    assert found["wrong_bytes"] > 0
+    assert all(key.startswith("device ") for key in found["wrong_keys"])
+    probe = found["probe"]
+    assert found["probes_wrong"] > 0
+    assert probe["cold"] < probe["bound"] < probe["cached"]
+    assert {one["kind"] for one in probe["wrong"]} == {"cached"}
 
 
 def servers(folder: Path) -> dict[int, str]:

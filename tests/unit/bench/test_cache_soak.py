@@ -20,6 +20,7 @@ RUNS_IN_ORDER: dict[str, Any] = {
     "sglang_complaints": [],
     "server_alive": True,
     "stall_ms": {"max": 5.0},
+    "probe": {"bound": 0.1, "other_page": 0.2, "cold": 0.05},
     "counts": dict.fromkeys(judge.EXERCISED, 1),
 }
 
@@ -146,12 +147,28 @@ def test_what_a_launch_waits_for_its_loads_is_told_apart() -> None:
     assert (found["load_wait_p99"], found["load_wait_max"]) == (3.0, 300.0)
 
 
-def test_a_probe_whose_tokens_differ_is_wrong() -> None:
+def client(*other_page: float) -> load.Client:
     sizes = load.Sizes(shortest=1, longest=2, tail=1, probe=1, clients=1, live=1, probe_every=1.0)
-    client = load.Client("http://nowhere", sizes, seed=0)
-    client.expected = load.Probe((5, 6), (-0.5, -1.0), 0.1, 0)
-    client.note(load.Probe((5, 6), (-0.5, -1.25), 0.1, 64))
-    assert (client.largest_difference, client.wrong_probes) == (0.25, [])
-    client.note(load.Probe((5, 7), (-0.5, -1.0), 0.1, 0))
-    assert [wrong["tokens"] for wrong in client.wrong_probes] == [(5, 7)]
-    assert (client.counts["probes_cached"], client.counts["probes_cold"]) == (1, 1)
+    found = load.Client("http://nowhere", sizes, seed=0)
+    found.expected, found.other_page = load.Probe((5, 6), (-0.5, -1.0), 0), list(other_page)
+    return found
+
+
+def test_a_probe_is_wrong_where_it_moves_by_half_of_what_a_wrong_page_would_move_it() -> None:
+    asked = client(0.5, 0.25)
+    assert asked.bound == 0.125
+    asked.note(load.Probe((5, 7), (-0.5, -1.125), 64))  # rms 0.088; another token may follow from a rounding
+    assert asked.wrong_probes == []
+    asked.note(load.Probe((5, 6), (-0.5, -1.25), 0))
+    assert [wrong["kind"] for wrong in asked.wrong_probes] == ["cold"]
+    assert (asked.counts["probes_cached"], asked.counts["probes_cold"]) == (1, 1)
+    assert asked.counts["probes_of_other_tokens"] == 1
+
+
+def test_a_probe_that_cannot_tell_a_wrong_page_fails() -> None:
+    """As dummy weights' answers, which depend on the last token only: nothing moves them."""
+    blind = {"bound": 0.0, "other_page": 0.0, "cold": 0.0}
+    (reason,) = judged(probe=blind)
+    assert "the probe is blind" in reason
+    (reason,) = judged(probe={"bound": 0.02, "other_page": 0.04, "cold": 0.03})
+    assert "moves it by 0.04, computing it again by 0.03" in reason

@@ -21,6 +21,9 @@ class Parts:
         self.done: list[str] = []
         self.added: dict[str, int] = {}
 
+    def watch(self, copier: Any) -> None:
+        """Only what is in the pool."""
+
     def record(self, kind: str, keys: Any, pages: Any) -> None:
         assert self.hashed.wait(30)
         self.done.append("audited")

@@ -59,7 +59,7 @@ class Setup:
         self.ends[end] += pages
 
     def put(self, *numbers: int) -> None:
-        slots = torch.cat([torch.arange(n * PAGE, (n + 1) * PAGE) for n in numbers])
+        slots = torch.cat([torch.arange(n * PAGE, (n + 1) * PAGE) for n in numbers] or [torch.arange(0)])
         self.queue.put([key(n).hex() for n in numbers], slots, lambda: None)
 
     def results(self, count: int) -> list[bool]:
@@ -106,6 +106,39 @@ def test_results_come_in_the_order_of_asking(setup: Setup) -> None:
     assert tight.ends["queue_full"] == 1
     tight.put(3)
     assert tight.results(1) == [True]
+
+
+def test_a_node_larger_than_the_queue_is_saved_from_its_beginning_each_time_more_of_it() -> None:
+    """A chunk of 65,536 tokens has 1,024 pages, a quarter of a small pool fewer."""
+    small = Setup(limit=40)
+    node = range(1, 101)
+    for saved in (40, 80, 100):
+        small.put(*node)
+        assert small.results(1) == [saved == 100]
+        assert small.store.resident([key(n) for n in node]) == saved
+    assert small.ends == {"saved": 100, "resident": 0 + 40 + 80, "queue_full": 60 + 20}
+    small.put(*node)
+    assert small.results(1) == [True]
+    assert (small.queue.queued_pages, small.store.reserved) == (0, 0)
+
+
+def test_what_is_queued_takes_room_from_what_comes_and_every_page_has_one_end() -> None:
+    tight = Setup(limit=10)
+    tight.copier.gate.clear()
+    tight.put(*range(1, 7))
+    tight.put(*range(11, 31))
+    assert tight.queue.queued_pages == 10
+    tight.put(40)
+    tight.put()  # nothing needs no room
+    tight.copier.gate.set()
+    assert tight.results(4) == [True, False, False, True]
+    assert tight.store.resident([key(n) for n in range(11, 31)]) == 4
+    assert tight.ends == {"saved": 10, "resident": 0, "queue_full": 16 + 1}
+    tight.copier.fail = {53}
+    tight.put(*range(50, 70))
+    assert tight.results(1) == [False]
+    assert tight.ends == {"saved": 10, "resident": 0, "queue_full": 17 + 10, "failed": 10}
+    assert (tight.queue.queued_pages, tight.store.reserved) == (0, 0)
 
 
 def test_asking_does_not_wait_for_a_copy(setup: Setup) -> None:

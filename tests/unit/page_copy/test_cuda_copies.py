@@ -9,6 +9,7 @@ import torch
 from glm_sglang.cache.cuda_copies import CudaPageCopier
 from glm_sglang.cache.cuda_layers import StreamLayerCounter
 from glm_sglang.cache.device_pages import DevicePages
+from glm_sglang.errors import UsageError
 from tests.unit.page_copy.layouts import PAGES, SMALL, Case, pool
 from tests.unit.page_copy.pages_on_sim import (
     APART,
@@ -276,3 +277,22 @@ def test_pages_and_host_pages_must_be_as_many() -> None:
         ours.save([1, 2], slots)
     with pytest.raises(ValueError, match="128 slots for 3 host pages of 64 tokens"):
         ours.load([slots_of([1, 2])], slots, lambda layer: None)
+
+
+@pytest.mark.parametrize("fits", [0, 5])
+def test_no_room_for_staging_is_refused_with_what_to_change(
+    fits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is allocated when SGLang has sized the KV pool: by then a high memory fraction has left too little."""
+    device = SimDevice()
+    left = [fits]
+
+    def staging(size: int) -> torch.Tensor:
+        if not left[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        left[0] -= 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(device, "staging", staging)
+    with pytest.raises(UsageError, match=rf"384 MiB \({384 << 20} bytes\).*--mem-fraction-static"):
+        CudaPageCopier(device_pages(FP8, POOL), device)

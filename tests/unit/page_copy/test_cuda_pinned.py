@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ def test_slots_come_into_use_as_their_piece_is_pinned() -> None:
         block.ref_count_down()
     end(made)
     assert pinner.pinned == {}
+
+
+def flags_of(address: int) -> set[str]:
+    """Of the mapping that holds this address, as the kernel names them (proc_pid_smaps(5))."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_a_fork_does_not_copy_the_pool() -> None:
+    """The kernel copies pages that are pinned for DMA while it forks, so a child has none of this memory."""
+    made = allocator(HandPinner(allowed=3))
+    assert "dc" in flags_of(made.base)  # dc: do not copy on fork
+    assert "dc" in flags_of(made.base + made.size - 1)
+    end(made)
 
 
 def test_what_cannot_register_memory_gets_it_from_cuda_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
