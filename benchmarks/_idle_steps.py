@@ -160,6 +160,11 @@ def trace_case(arm: Arm, case: Case, counts: Counts) -> dict[str, Any]:
         window = own_work(_gpu_trace.read(traced(arm, Path(folder, "queue"), queue)), arm.name)
     found = _gpu_trace.steps(lone)
     result = _gpu_trace.summary(found, discard)
+    if not result or not window.device:
+        raise RuntimeError(
+            f"the traces have {len(found)} steps, {discard} of them to be left out, and {len(window.device)} kernels of "
+            "the queue: nothing to take a share of"
+        )
     result["idle_ms_by_tenth"] = _gpu_trace.profile_of_idle(found, discard)
     result["idle_share_saturated"] = _gpu_trace.window_idle(window)
     return result
@@ -177,15 +182,24 @@ def keep_detail(arm: Arm, case: Case, folder: Path) -> list[str]:
     return [f"{file.name}: {file.stat().st_size >> 10} KiB" for file in files]
 
 
-def captured(log: Path) -> dict[str, Any]:
-    """What the log says of the capture: seconds and GB, and our own lines about breaks and memory."""
+def captured(log: Path, alone: bool = False) -> dict[str, Any]:
+    """What the log says of the capture: seconds and GB, and our own lines about breaks and memory.
+
+    SGLang's GB are by how much less of the GPU is free than before: those of this server only where it captured `alone`,
+    while no other server on the GPU was starting.
+    """
     text = log.read_text(errors="replace")
     lines = [line[:300] for line in text.splitlines() if "server_args" not in line]
     ends = [line for line in lines if re.search(r"Capture .*prefill.*end", line, re.IGNORECASE)]
     ours = [line for line in lines if "prefill graph" in line.lower()]
     numbers = re.search(r"elapsed=([\d.]+).*?mem.*?usage=([\d.]+)", ends[-1]) if ends else None
-    return {
+    found = {
         "capture_seconds": float(numbers[1]) if numbers else None,
-        "capture_gb": float(numbers[2]) if numbers else None,
+        "capture_gb": float(numbers[2]) if numbers and alone else None,
         "log": [*ends[-2:], *ours[-16:]],
     }
+    if numbers and not alone:
+        found["capture_gb_unknown"] = (
+            "other servers were starting on the same GPU, whose memory is in SGLang's figure"
+        )
+    return found

@@ -1,4 +1,4 @@
-"""The ways to compute one MoE layer over two or more GPUs that `benchmarks.moe_layer` times side by side.
+"""The ways to compute one MoE layer over one GPU or more that `benchmarks.moe_layer` times side by side.
 
 Every arm is a callable without arguments that leaves its result in `Arm.out` and never waits for the device:
 it can be captured as a CUDA graph. Imported only where there is a GPU.
@@ -81,6 +81,7 @@ def megamoe(
         layer.intermediate,
     )
     out = torch.zeros_like(batch.x)
+    spare = batch.x.new_empty((1, layer.hidden))  # an empty share needs an address to write to
 
     def pre_dispatch(rows: slice) -> None:
         deep_gemm.mega_moe_pre_dispatch_sm90(
@@ -101,7 +102,7 @@ def megamoe(
             rows = plan.rows(batch.count, chunk)
             pre_dispatch(rows)
             deep_gemm.fp8_mega_moe(
-                out[rows],
+                out[rows] if rows.stop > rows.start else spare,
                 l1,
                 l2,
                 buffer,

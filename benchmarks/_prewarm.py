@@ -2,15 +2,22 @@
 
 `python -m benchmarks._prewarm` before or while servers start on a fresh machine; they find the kernels in the caches.
 Every task is a process of its own and may fail: a server compiles what is missing. Prints seconds by task.
+
+    python -m benchmarks._prewarm --experts 8 --rows 2048,512,8,1 --stock /packages/of/stock
+
+`--experts`: for servers of true widths whose experts, so many on a GPU, DeepGEMM multiplies (--moe-runner-backend).
+`--stock`: DeepGEMM's kernels once more with this folder first on the path; another DeepGEMM looks for other names.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -28,6 +35,12 @@ WIDE = (
 TINY = ((1088, 1024), (4096, 512), (1024, 4096), (2048, 1024), (1024, 1024), (1024, 512), (7168, 512))
 WIDE_ROWS = (16384, 8192, 2048, 512, 1)
 TINY_ROWS = (4096, 3072, 2048, 1024, 512, 256, 1)
+EXPERTS = ((4096, 6144), (6144, 2048))  # gate and up, down
+TOP_K = 8
+PADDING = 256  # rows of an expert in the masked layout are padded to more than these: sglang's ep_moe_kernels
+PRECOMPILE = (
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE"  # 1: a first call compiles a kernel for each of 16,384 row counts
+)
 
 
 def gemm(shape: tuple[int, int], rows: Sequence[int]) -> None:
@@ -36,11 +49,39 @@ def gemm(shape: tuple[int, int], rows: Sequence[int]) -> None:
     from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback
 
     n, k = shape
-    weight = torch.zeros(n, k, device="cuda").to(torch.float8_e4m3fn)
+    weight = torch.zeros(n, k, device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.ones(-(-n // 128), k // 128, device="cuda")
     for m in rows:
         x = torch.ones(m, k, device="cuda", dtype=torch.bfloat16)
         deepgemm_w8a8_block_fp8_linear_with_fallback(x, weight, [128, 128], scale)
+    torch.cuda.synchronize()
+
+
+def grouped(shape: tuple[int, int], experts: int, masked: bool, rows: Sequence[int]) -> None:
+    """Grouped GEMM of experts for steps of so many rows, in one of the two layouts of SGLang's DeepGEMM runner: masked
+    (it fits a quarter of what is free) or compact.
+
+    UPSTREAM: pre_permute_standard_to_deep_gemm, deep_gemm_wrapper.compile_utils.
+    """
+    import torch
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+    from sglang.srt.layers.moe.moe_runner.deep_gemm import _get_compact_all_tokens
+
+    n, k = shape
+    kinds = compile_utils.DeepGemmKernelType
+    create = compile_utils._BaseWarmupExecutor.create
+    for m in rows:
+        if masked:
+            size = (m // PADDING + 1) * PADDING
+            runner = create(kinds.GROUPED_GEMM_NT_F8F8BF16_MASKED, max_m=size, n=n, k=k, num_groups=experts)
+            runner.execute(m=max(1, -(-m * TOP_K // experts)))
+            continue
+        align = deep_gemm_wrapper.get_contiguous_layout_alignment(m * TOP_K, experts)
+        size = _get_compact_all_tokens(m * TOP_K, experts, align)
+        with deep_gemm_wrapper.contiguous_layout_alignment_scope(align):
+            runner = create(kinds.GROUPED_GEMM_NT_F8F8BF16_CONTIG, max_m=size, n=n, k=k, num_groups=experts)
+            runner.execute(m=size)
     torch.cuda.synchronize()
 
 
@@ -77,8 +118,12 @@ def selection() -> None:
 def logits() -> None:
     """DeepGEMM's MQA logits."""
     import torch
-    from glm_kernels.mqa_logits.deep_gemm_025 import fp8_mqa_logits
     from sglang.srt.layers import deep_gemm_wrapper  # noqa: F401  # it sets where DeepGEMM caches
+
+    try:
+        from deep_gemm import fp8_mqa_logits  # stock's
+    except ImportError:
+        from glm_kernels.mqa_logits.deep_gemm_025 import fp8_mqa_logits
 
     for rows in (8192, 3072):
         q = torch.zeros(rows, 32, 128, device="cuda").to(torch.float8_e4m3fn)
@@ -177,47 +222,89 @@ def fused_moe() -> None:
         moe_align_block_size(ids, block, 16)
 
 
-TASKS: dict[str, Callable[[], Any]] = {
-    **{f"gemm {n}x{k}": partial(gemm, (n, k), WIDE_ROWS) for n, k in WIDE},
-    **{f"gemm {n}x{k} tiny": partial(gemm, (n, k), TINY_ROWS) for n, k in TINY},
-    **{
-        task.__name__: task
-        for task in (
-            flashinfer_norm,
-            indexer,
-            selection,
-            logits,
-            norms,
-            rope,
-            concat,
-            activation,
-            quantise,
-            experts,
-            clamp,
-            fused_moe,
-        )
-    },
-}
+SINGLE = (flashinfer_norm, indexer, selection, norms, rope, concat, activation, quantise, experts, clamp)
+AT_ONCE = 24  # processes, of about 1 GB of the GPU each: servers load beside them
 
 
-def run(name: str) -> str:
+def of_deep_gemm(experts: int, rows: Sequence[int]) -> dict[str, Callable[[], Any]]:
+    """DeepGEMM's kernels of true widths, by task; experts: 0 where another runner has them."""
+    layouts = [(shape, masked) for shape in EXPERTS for masked in (True, False)] if experts else []
+    return {
+        **{
+            f"grouped {n}x{k} {'masked' if masked else 'compact'}": partial(
+                grouped, (n, k), experts, masked, rows or WIDE_ROWS
+            )
+            for (n, k), masked in layouts
+        },
+        **{f"gemm {n}x{k}": partial(gemm, (n, k), rows or WIDE_ROWS) for n, k in WIDE},
+        "logits": logits,
+    }
+
+
+def tasks(experts: int, rows: Sequence[int]) -> dict[str, Callable[[], Any]]:
+    """Everything, by name, slowest first; without `experts` the small model's, too, and what Triton's experts need."""
+    single = {task.__name__: task for task in SINGLE}
+    wide = of_deep_gemm(experts, rows) | single
+    if experts:
+        return wide
+    tiny = {f"gemm {n}x{k} tiny": partial(gemm, (n, k), TINY_ROWS) for n, k in TINY}
+    return wide | tiny | {"fused_moe": fused_moe}
+
+
+def run(name: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     """One task in a process; its seconds, or its error in one line."""
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "benchmarks._prewarm", name], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks._prewarm", *words, "--task", name]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(environ), check=False)
     seconds = time.perf_counter() - began
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return f"{name}: {seconds:.1f} s, failed: {lines[-1][:200] if lines else done.returncode}"
-    return f"{name}: {seconds:.1f} s"
+        return f"{seconds:.1f} s, failed: {lines[-1][:200] if lines else done.returncode}"
+    return f"{seconds:.1f} s"
 
 
-def main() -> int:
-    if len(sys.argv) > 1:
-        TASKS[sys.argv[1]]()
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks._prewarm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--experts", type=int, default=0, help="of a layer on this GPU, multiplied by DeepGEMM")
+    p.add_argument(
+        "--rows", type=lambda text: [int(one) for one in text.split(",")], default=[], help="of steps"
+    )
+    p.add_argument("--stock", default="", help="a folder with another DeepGEMM")
+    p.add_argument("--task", help="this alone, in this process")
+    return p
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[str, str, dict[str, str]]]:
+    """What it is called, the task, and the environment of its process."""
+    own = {PRECOMPILE: "0", **os.environ}
+    found = [(name, name, own) for name in tasks(args.experts, args.rows)]
+    if args.stock:
+        path = os.pathsep.join(filter(None, (os.path.abspath(args.stock), own.get("PYTHONPATH"))))
+        stock = {**own, "PYTHONPATH": path}
+        also = [(f"stock's {name}", name, stock) for name in of_deep_gemm(args.experts, args.rows)]
+        # Servers start side by side, and stock's is the one that all are compared with.
+        found = [job for pair in zip(also, found, strict=False) for job in pair] + found[len(also) :]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0."""
+    args = parser().parse_args(argv)
+    if args.task:
+        tasks(args.experts, args.rows)[args.task]()
         return 0
-    with ThreadPoolExecutor(len(TASKS)) as pool:
-        for line in pool.map(run, TASKS):
-            print(line, flush=True)
+    rows = ",".join(map(str, args.rows))
+    words = [*(("--experts", str(args.experts)) if args.experts else ()), *(("--rows", rows) if rows else ())]
+    planned = jobs(args)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = {pool.submit(run, name, words, environ): called for called, name, environ in planned}
+        for job in as_completed(done):
+            print(f"{done[job]}: {job.result()}", flush=True)
     return 0
 
 

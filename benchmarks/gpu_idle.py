@@ -1,4 +1,4 @@
-"""How much of a prefill step does the GPU wait: eagerly, with SGLang's own graphs, and with ours?
+"""How much of a prefill step does the GPU wait: eagerly, with SGLang's own graphs, with ours, with ours and the cache?
 
     python -m benchmarks.gpu_idle --json
     python -m benchmarks.gpu_idle --layers 78 --experts 8 --shared-indexer --arms stock,ours --sizes 2048,8192 --json
@@ -55,7 +55,7 @@ NOTES = [
 ]
 COMMON = {
     "load-format": "dummy",
-    "mem-fraction-static": "0.7",  # three servers share the GPU; the next line is what sizes their pools
+    "mem-fraction-static": "0.7",  # several servers share the GPU; the next line is what sizes their pools
     "max-total-tokens": "98304",
     "chunked-prefill-size": "16384",
     "max-prefill-tokens": "16384",
@@ -185,18 +185,37 @@ def measure(args: argparse.Namespace, found: Sequence[Arm], out: Path, note: Cal
 
 
 def headline(found: list[Arm]) -> dict[str, Any]:
-    """The figures that the targets name."""
-    result: dict[str, Any] = {}
+    """The figures that the targets name; `idle_share_2048` and `idle_share_8192` are ours, None where not measured."""
     by_name = {arm.name: arm.result for arm in found}
+
+    def share(name: str, size: str) -> float | None:
+        value: float | None = by_name.get(name, {}).get("traced", {}).get(size, {}).get("idle_share")
+        return value
+
+    result: dict[str, Any] = {f"idle_share_{size}": share("ours", size) for size in ("2048", "8192")}
     for size in ("2048", "2048+14336", "8192"):
-        for name, values in by_name.items():
-            if share := values.get("traced", {}).get(size, {}).get("idle_share"):
-                result[f"idle_share_{size}_{name}"] = share
+        for name in by_name:
+            if (idle := share(name, size)) is not None:
+                result[f"idle_share_{size}_{name}"] = idle
         ours, stock = (by_name.get(n, {}).get("untraced", {}).get(size) for n in ("ours", "stock"))
         if ours and stock:
             for key in ("client_ms", "step_ms_saturated"):
                 result[f"{key}_{size}_over_stock"] = round(ours[key] / stock[key], 4)
     return result
+
+
+def incomplete(args: argparse.Namespace, found: list[Arm]) -> list[str]:
+    """What was to be measured and was not, with the reason: arms, cases of them, and whatever failed on the way."""
+    lines = [f"{name}: did not start" for name in args.arms if name not in {arm.name for arm in found}]
+    for arm in found:
+        skipped, failed = arm.result.get("skipped", []), arm.result.get("failed", {})
+        lines += [f"{arm.name}: {what}: skipped, the time was over (--seconds)" for what in skipped]
+        lines += [f"{arm.name}: {what}: {why}" for what, why in failed.items()]
+        for what in (f"{part} {case}" for case in args.sizes for part in ("untraced", "traced")):
+            part, _, case = what.partition(" ")
+            if case not in arm.result.get(part, {}) and what not in skipped and what not in failed:
+                lines.append(f"{arm.name}: {what}: not measured")
+    return lines
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -205,7 +224,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     _result.add_arguments(parser)
     parser.add_argument(
-        "--arms", default="stock,ours,eager", help="of stock, ours, eager and cached (ours + cache)"
+        "--arms", default="stock,ours,eager,cached", help="of stock, ours, eager and cached (ours + cache)"
     )
     parser.add_argument("--sizes", default=SIZES, help="ROWS or ROWS+PREFIX, separated by commas")
     parser.add_argument("--layers", type=int, default=8)
@@ -288,7 +307,7 @@ def plan(args: argparse.Namespace, taken: dict[str, _fit.Need]) -> list[list[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 where an arm was not measured, 2 where they do not fit."""
+    """Exit status: 0, 1 where something was not measured (`incomplete` of the result), 2 where the arms do not fit."""
     args = parse(argv)
     out = Path(args.out or tempfile.mkdtemp(prefix="gpu-idle-"))
     out.mkdir(parents=True, exist_ok=True)
@@ -331,10 +350,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for wave in together:
         run_wave(args, model, wave, out, found, result, note)
-    final = {key: value for key, value in result.items() if key != "arms"}
+    missing = incomplete(args, found)
+    final = {key: value for key, value in result.items() if key != "arms"} | {"incomplete": missing}
     _result.finish("gpu_idle", {**headline(found), **final, "arms": result.get("arms", {})}, args)
+    for line in missing:
+        print(f"gpu_idle: {line}", file=sys.stderr)
     print(f"partial results, logs and traces: {out}", file=sys.stderr)
-    return 0 if len(found) == len(args.arms) else 1
+    return 1 if missing else 0
 
 
 def run_wave(
@@ -374,8 +396,9 @@ def run_wave(
             except ServerError as error:
                 result.setdefault("not_up", {})[arm.name] = str(error)[-3000:]
             note()
+        alone = args.one_by_one or len(starting) == 1
         for arm in up:
-            arm.result["capture"] = captured(arm.server.log)
+            arm.result["capture"] = captured(arm.server.log, alone)
         measure(args, up, out, note)
         note()
     finally:

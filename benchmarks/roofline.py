@@ -3,6 +3,10 @@ in the way; a measured run's share of it; bytes that a token moves between GPUs 
 
     python -m benchmarks.roofline --model /models/GLM-5.3-FP8/config.json --gpu h200 --json
     python -m benchmarks.roofline --gpu b300 --measured 128k=94000
+    python -m benchmarks.roofline --gpu h200 --result benchmarks/results/h200/gpu_idle_78_layers_deep_gemm.json
+
+A result of benchmarks.gpu_idle brings its model (depth, dense layers, indexers, experts) and GPU count along: the share
+is that of a step in a queue, of `--endpoint`, and `steps` has those of all arms, in a queue and alone.
 
 FLOP a token: 2 · active weights, + sparse MLA 2·layers·heads·min(ctx, top-k)·(2·kv_rank + rope) in the
 absorbed form, + indexer 2·(full layers)·index heads·index dim·ctx; averaged over the positions of a prompt.
@@ -14,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +159,12 @@ def work(model: Model, context: int) -> Work:
     )
 
 
+def step_seconds(model: Model, gpu: Gpu, gpus: int, rows: int, prefix: int = 0) -> float:
+    """Time at full peak of a step of `rows` new tokens behind `prefix` cached ones."""
+    whole, before = (work(model, n).seconds(gpu, gpus) * n if n else 0.0 for n in (prefix + rows, prefix))
+    return whole - before
+
+
 def kv_bytes(model: Model) -> dict[str, int]:
     """Cache bytes a token over all layers, FP8: latent with a scale for every 128, BF16 rope part; index key, scale."""
     main = model.kv_rank + 4 * math.ceil(model.kv_rank / 128) + 2 * model.rope
@@ -219,7 +229,9 @@ def from_result(path: Path, endpoint: str) -> dict[int, float]:
     """
     result = orjson.loads(path.read_bytes())
     if result.get("kind") != "ab" or result.get("workload") != "long_context":
-        raise ValueError(f"--result: {path} is no long_context result of benchmarks.ab")
+        raise ValueError(
+            f"--result: {path} is no long_context result of benchmarks.ab, and none of benchmarks.gpu_idle"
+        )
     found: dict[int, float] = {}
     for point in result["points"]:
         if point["point"] != "concurrency 1":
@@ -231,6 +243,76 @@ def from_result(path: Path, endpoint: str) -> dict[int, float]:
                 prompt = times["prompt_tokens"] / times["requests"]
                 found[tokens(label)] = prompt / (times["ttft_ms"]["median"]["value"] / 1e3)
     return found
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What a result of benchmarks.gpu_idle says. steps: milliseconds in a queue and of a lone client, by arm and case."""
+
+    layers: int
+    dense_layers: int
+    experts: int
+    indexers: int
+    gpus: int
+    steps: dict[str, dict[str, tuple[float, float]]]
+
+    @classmethod
+    def read(cls, path: Path) -> Idle | None:
+        """None for another result. Raises ValueError for one that does not say what its model is."""
+        result = orjson.loads(path.read_bytes())
+        if result.get("question") != "gpu_idle":
+            return None
+        steps = {
+            arm: {
+                case: (times["step_ms_saturated"], times["client_ms"])
+                for case, times in found.get("untraced", {}).items()
+            }
+            for arm, found in result["arms"].items()
+        }
+        names = ("layers", "dense_layers", "experts", "indexers")
+        try:
+            sizes = {name: int(result["model"][name]) for name in names}
+        except KeyError as error:
+            raise ValueError(f"--result: {path} has no {error.args[0]} of its model") from None
+        return cls(**sizes, gpus=int(result["machine"]["gpus"]), steps=steps)
+
+    def model(self) -> Model:
+        """GLM-5.3's widths at this depth."""
+        return replace(
+            Model.from_config(glm_5_3()),
+            layers=self.layers,
+            dense_layers=self.dense_layers,
+            experts=self.experts,
+            full_layers=self.indexers,
+        )
+
+    def rates(self, endpoint: str) -> dict[int, float]:
+        """Tokens per second in a queue, of the cases without a cached prefix. Raises ValueError for no such arm."""
+        if endpoint not in self.steps:
+            raise ValueError(f"--endpoint is {endpoint!r}; allowed: {', '.join(self.steps)}")
+        cases = self.steps[endpoint].items()
+        return {int(case): int(case) / ms[0] * 1e3 for case, ms in cases if case.isdecimal()}
+
+    def shares(self, gpu: Gpu) -> list[dict[str, Any]]:
+        """Every arm's cases: milliseconds, those of the roof, and its share of them."""
+        found = []
+        for arm, cases in self.steps.items():
+            for case, (queued, alone) in cases.items():
+                rows, _, prefix = case.partition("+")
+                roof = 1e3 * step_seconds(self.model(), gpu, self.gpus, int(rows), int(prefix or 0))
+                found.append(
+                    {
+                        "arm": arm,
+                        "rows": int(rows),
+                        "prefix": int(prefix or 0),
+                        "roof_ms": round(roof, 3),
+                        "step_ms_saturated": queued,
+                        "client_ms": alone,
+                        "share": round(roof / queued, 4),
+                        "share_alone": round(roof / alone, 4),
+                    }
+                )
+        return found
 
 
 def points(
@@ -271,11 +353,16 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--model", type=Path, help="a config.json, or its folder (GLM-5.3's sizes)")
     p.add_argument("--gpu", choices=GPUS, required=True)
-    p.add_argument("--gpus", type=int, default=8, help="in a node (8)")
-    p.add_argument("--contexts", type=lengths, default=lengths("4k,16k,32k,64k,128k"), metavar="4k,16k,…")
+    p.add_argument("--gpus", type=int, help="in a node (8; those of a gpu_idle result)")
+    p.add_argument(
+        "--contexts",
+        type=lengths,
+        metavar="4k,16k,…",
+        help="(4k,16k,32k,64k,128k; the steps of a gpu_idle result)",
+    )
     p.add_argument("--measured", type=measured, action="append", default=[], metavar="128k=TOKENS_PER_S")
-    p.add_argument("--result", type=Path, help="a long_context result of benchmarks.ab")
-    p.add_argument("--endpoint", default="", help="whose rates to take of --result")
+    p.add_argument("--result", type=Path, help="of benchmarks.ab (long_context) or benchmarks.gpu_idle")
+    p.add_argument("--endpoint", default="", help="whose rates to take of --result (of gpu_idle: ours)")
     _result.add_arguments(p)
     return p
 
@@ -284,25 +371,35 @@ def main() -> int:
     """Exit status: 0, or 2 for a model or a result that cannot be read."""
     args = parser().parse_args()
     try:
-        if args.model is None:
+        idle = Idle.read(args.result) if args.result is not None else None
+        if idle is not None and (args.model or args.gpus):
+            raise ValueError("--result brings its model and its GPUs along: give neither --model nor --gpus")
+        if idle is not None:
+            name = (
+                f"GLM-5.3's widths, {idle.layers} layers ({idle.dense_layers} dense), {idle.experts} experts"
+            )
+        elif args.model is None:
             config, name = glm_5_3(), "GLM-5.3"
         else:
             path = args.model / "config.json" if args.model.is_dir() else args.model
             config, name = orjson.loads(path.read_bytes()), path.parent.name or str(path)
-        model = Model.from_config(config)
+        model = idle.model() if idle is not None else Model.from_config(config)
         rates = dict(args.measured)
-        if args.result is not None:
+        if idle is not None:
+            rates |= idle.rates(args.endpoint or "ours")
+        elif args.result is not None:
             rates |= from_result(args.result, args.endpoint)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    gpu = GPUS[args.gpu]
-    wire = wire_bytes(model, args.gpus)
+    gpu, gpus = GPUS[args.gpu], idle.gpus if idle is not None else args.gpus or 8
+    contexts = args.contexts or ([] if idle is not None else lengths("4k,16k,32k,64k,128k"))
+    wire = wire_bytes(model, gpus)
     kv = kv_bytes(model)
     result = {
         "model": name,
         "gpu": args.gpu,
-        "gpus": args.gpus,
+        "gpus": gpus,
         "peaks": {
             "fp8_flops": gpu.fp8,
             "bf16_flops": gpu.bf16,
@@ -316,7 +413,8 @@ def main() -> int:
             "kv_bytes_index": kv["index"],
             **{f"nvlink_bytes_{key}": round(value) for key, value in wire.items()},
         },
-        "points": points(model, gpu, args.gpus, args.contexts, rates),
+        "points": points(model, gpu, gpus, contexts, rates),
+        **({"steps": idle.shares(gpu), "result": args.result.name} if idle is not None else {}),
         "not_measured": [] if rates else ["roofline: no measured run was given; only the roof is known"],
     }
     for point in result["points"]:
@@ -328,6 +426,13 @@ def main() -> int:
         print(
             f"{point['context']:>7} tokens  {point['flop_per_token'] / 1e9:6.1f} GFLOP/token  "
             f"{point['roof_tokens_per_s']:>9,.0f} tokens/s{reached}",
+            file=sys.stderr,
+        )
+    for step in result.get("steps", ()):
+        print(
+            f"{step['arm']:>7}, {step['rows']:>5} rows behind {step['prefix']:>5}: {step['roof_ms']:.1f} ms at the roof; "
+            f"{step['step_ms_saturated']:.1f} in a queue = {step['share']:.1%}, "
+            f"{step['client_ms']:.1f} alone = {step['share_alone']:.1%}",
             file=sys.stderr,
         )
     _result.finish("roofline", result, args)

@@ -6,10 +6,10 @@ Several cases (plans) on the same running endpoints take turns: a block of each,
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 import secrets
-import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from benchmarks import _result
 from benchmarks.ab import records
 from benchmarks.ab.client import Client
 from benchmarks.ab.endpoints import refuse_shared_caches
@@ -71,6 +72,14 @@ def drawn_orders(count: int, rounds: int, rng: random.Random) -> list[list[int]]
     starts = [i % count for i in range(rounds)]
     rng.shuffle(starts)
     return [names[start:] + names[:start] for start in starts]
+
+
+@functools.cache
+def measured_by() -> dict[str, Any]:
+    """The commit, and of the machine what makes its figures: rounds of another one are not this run's."""
+    name, about = _result.machine()
+    machine = {key: about.get(key) for key in ("cpu", "cores", "gpu")}
+    return {"commit": _result.commit(), "machine": {"name": name, **machine}}
 
 
 def run_async(work: Coroutine[Any, Any, _T]) -> _T:
@@ -130,15 +139,22 @@ def discipline(plan: Plan, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 class Comparison:
     """Runs a plan, by itself or in turns with others (`Cases`). What an earlier run left in the output file is not asked
-    again. `case`: what the plan is called, where there are several.
+    again, if this commit measured it on this machine among the same endpoints. `case`: what the plan is called, where
+    there are several; `among`: names of all endpoints of the run, where some of them did not start.
     """
 
     def __init__(
-        self, plan: Plan, endpoints: Sequence[Endpoint], quiet: bool = False, case: str = ""
+        self,
+        plan: Plan,
+        endpoints: Sequence[Endpoint],
+        quiet: bool = False,
+        case: str = "",
+        among: Sequence[str] = (),
     ) -> None:
         self.plan = plan
         self.endpoints = list(endpoints)
         self.case = case
+        self.among = sorted(among or [endpoint.spec.name for endpoint in endpoints])
         self.total = len(endpoints) * plan.rounds * len(plan.points)
         self.board = Board([endpoint.spec.name for endpoint in endpoints], self.total, quiet)
         self._warmed: set[tuple[str, str, Point]] = set()
@@ -148,7 +164,8 @@ class Comparison:
         """The fingerprint of one round, the same at every endpoint."""
         plan = self.plan
         work = (plan.workload.name, plan.workload.parameters(), str(point), number, plan.seed)
-        return records.fingerprint("salted", work, plan.between, plan.warm_up, plan.round_warm_up)
+        how = plan.between, plan.warm_up, plan.round_warm_up
+        return records.fingerprint("salted", work, how, self.among, measured_by())
 
     def mark(self, endpoint: Endpoint, point: Point, number: int) -> str:
         """The fingerprint of one round at one endpoint."""
@@ -285,7 +302,7 @@ class Cases:
 
     left: whether there is time to begin a block; one that has begun is asked of every endpoint. note: is told after
     every block what there is so far, by case. fails: is told of an endpoint that cannot be asked; where it returns, the
-    others go on without.
+    others go on without, unless it says that this one only lost the block, and goes on with the next.
     """
 
     def __init__(
@@ -293,12 +310,13 @@ class Cases:
         comparisons: Mapping[str, Comparison],
         left: Callable[[], bool] = lambda: True,
         note: Callable[[dict[str, list[dict[str, Any]]]], None] = lambda records: None,
-        fails: Callable[[Endpoint, Exception], None] | None = None,
+        fails: Callable[[Endpoint, Exception], bool | None] | None = None,
     ) -> None:
         self.comparisons = dict(comparisons)
         self.left = left
         self.note = note
         self.fails = fails
+        self.reused = 0  # rounds of an earlier run, at one endpoint each
 
     def turns(self) -> Iterator[tuple[int, list[tuple[Comparison, list[tuple[Point, int]]]]]]:
         """What is asked of an endpoint before the next one's turn, in order: one case's block; of endpoints that are
@@ -319,11 +337,12 @@ class Cases:
         for one in comparisons:
             done |= one.done()
         marks = [mark for one in comparisons for mark in one.marks()]
-        if old := sum(mark in done for mark in marks):
-            where = next(iter(comparisons)).plan.output
-            print(
-                f"{old} of {len(marks)} rounds are in {where}; remove it to measure them anew",
-                file=sys.stderr,
+        self.reused = sum(mark in done for mark in marks)
+        if done:
+            say(
+                f"{next(iter(comparisons)).plan.output}: {self.reused} of {len(marks)} rounds of this run are in it and "
+                f"not asked again; {len(done.keys() - set(marks))} others, of another commit, machine, set of endpoints "
+                "or flags, are not used; remove the file to measure all anew"
             )
         with next(iter(comparisons)).board.shown():
             for index, turn in self.turns():
@@ -349,7 +368,8 @@ class Cases:
             except FAILURES as error:
                 if self.fails is None:
                     raise
-                self.fails(endpoint, error)
+                if self.fails(endpoint, error):
+                    continue
                 for one in self.comparisons.values():
                     one.endpoints = [other for other in one.endpoints if other is not endpoint]
         self.note(self._records(done))
@@ -361,11 +381,15 @@ class Cases:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a comparison of several cases came to. left_out: endpoints that did not start, and why."""
+    """What a comparison of several cases came to. left_out: endpoints that did not start, and why; reused: rounds that an
+    earlier run measured; lost: blocks that an endpoint failed at and went on.
+    """
 
     plans: dict[str, Plan]
     records: dict[str, list[dict[str, Any]]]
     left_out: dict[str, str] = field(default_factory=dict)
+    reused: int = 0
+    lost: list[str] = field(default_factory=list)
 
 
 def compare(
@@ -388,21 +412,26 @@ def compare_cases(
     starting: Starting,
     left: Callable[[], bool] = lambda: True,
     note: Callable[[Outcome], None] = lambda outcome: None,
+    ending: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Starts the endpoints that are still needed, runs the plans in turns, stops them.
 
     `makes` get the bytes of a token, which an endpoint is asked for where they are not given. left, note: see `Cases`.
+    ending: called before the endpoints are stopped, whatever ends the run. Side by side, an endpoint that fails and still
+    answers loses that block; the second time it is left out.
     Raises EndpointError, ServerError, RuntimeError, SpecError.
     """
     refuse_shared_caches([endpoint.spec for endpoint in endpoints])
     starting.check([endpoint.spec for endpoint in endpoints])
     needed = list(endpoints)
+    among = [endpoint.spec.name for endpoint in endpoints]
     if bytes_per_token:
         planned = [Comparison(make(bytes_per_token), endpoints, quiet=True) for make in makes.values()]
         wanted = [endpoint for one in planned for endpoint in one.unfinished()]
         needed = [endpoint for endpoint in endpoints if endpoint in wanted]
     with ExitStack() as stack:
         left_out = started(needed, stack, starting)
+        stack.callback(ending)
         judge(left_out, endpoints, starting.baseline)
         running = [endpoint for endpoint in needed if endpoint.spec.name not in left_out]
         size = bytes_per_token or calibrate(running[0], files)
@@ -414,7 +443,7 @@ def compare_cases(
                     f"{plan.workload.name} has some of {plan.workload.largest_prompt()}: make them shorter"
                 )
         kept = [endpoint for endpoint in endpoints if endpoint.spec.name not in left_out]
-        comparisons = {name: Comparison(plan, kept, case=name) for name, plan in plans.items()}
+        comparisons = {name: Comparison(plan, kept, case=name, among=among) for name, plan in plans.items()}
         if starting.together:
             left_out |= warm_together(list(comparisons.values()), running)
             judge(left_out, endpoints, starting.baseline)
@@ -422,20 +451,31 @@ def compare_cases(
             for one in comparisons.values():
                 one.endpoints = kept
         one_board(list(comparisons.values()))
+        lost: dict[str, str] = {}
 
-        def fails(endpoint: Endpoint, error: Exception) -> None:
-            left_out[endpoint.spec.name] = str(error) or type(error).__name__
+        def outcome(found: dict[str, list[dict[str, Any]]]) -> Outcome:
+            lines = [f"{name}: {why}" for name, why in lost.items()]
+            return Outcome(plans, found, left_out, cases.reused, lines)
+
+        def fails(endpoint: Endpoint, error: Exception) -> bool:
+            name, why = endpoint.spec.name, str(error) or type(error).__name__
+            if name not in lost and endpoint.answers():
+                lost[name] = why
+                say(f"{name} failed, answers still, and is asked the next rounds: {why}")
+                return True
+            left_out[name] = why
             judge(left_out, endpoints, starting.baseline)
-            say(f"{endpoint.spec.name} is left out: {error}")
+            say(f"{name} is left out: {why}")
             endpoint.stop()
+            return False
 
-        records = Cases(
+        cases = Cases(
             comparisons,
             left,
-            lambda found: note(Outcome(plans, found, left_out)),
+            lambda found: note(outcome(found)),
             fails if starting.together else None,
-        ).run()
-        return Outcome(plans, records, left_out)
+        )
+        return outcome(cases.run())
 
 
 def one_board(comparisons: Sequence[Comparison]) -> None:

@@ -5,6 +5,7 @@ process), or a trace's own arrivals.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
@@ -48,7 +49,7 @@ class Point:
     def describe(self) -> dict[str, Any]:
         """As sglang.bench_serving names it."""
         if self.concurrency is not None:
-            return {"request_rate": "inf", "max_concurrency": self.concurrency}
+            return {"request_rate": math.inf, "max_concurrency": self.concurrency}
         return {"request_rate": "trace" if self.rate is None else self.rate, "max_concurrency": None}
 
 

@@ -1,5 +1,6 @@
 """One line of JSON for a round at an endpoint, with every field of `sglang.bench_serving --output-details` (sglang
-0.5.23), so that what reads its files reads these. What it has no field for is under `glm_ab`.
+0.5.23), so that what reads its files reads these. What it has no field for is under `glm_ab`. Written by Python's
+json, as there: a closed loop's `request_rate` is Infinity, which is no JSON to orjson.
 
 While a round is under way the file ends with a line that says so (`glm_ab_asking`), which the round's own line replaces.
 """
@@ -7,6 +8,7 @@ While a round is under way the file ends with a line that says so (`glm_ab_askin
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -44,6 +46,8 @@ _WITHOUT_VALUE = (
         "max_concurrent_requests",
     ),
 )
+#: What bench_serving leaves empty, too, where answers do not say which tier had a cached token: ours are not asked to.
+_TIERS = ("device_cached_tokens", "host_cached_tokens", "storage_cached_tokens", "storage_backend")
 _ASKING = "glm_ab_asking"
 _STAGES = ("mean", "median", "std", "p90", "p95", "p99")
 
@@ -95,6 +99,7 @@ def line(
             "total_prompt_tokens": total_in,
             "total_cached_tokens": cached,
             "cache_hit_rate_pct": round(100 * cached / max(1, total_in), 2),
+            **dict.fromkeys(_TIERS),
         }
         if counts_cached
         else None,
@@ -105,6 +110,7 @@ def line(
         "generated_texts": [s.text for s in samples],
         "errors": [s.error for s in samples],
         "cached_tokens": [s.cached_tokens for s in samples],
+        "cached_tokens_details": [None] * len(samples),
         "glm_ab": {
             "fingerprint": mark,
             "asked": asked,
@@ -157,7 +163,7 @@ def _write(path: Path, row: dict[str, Any], at: int) -> None:
     path.touch()
     with path.open("r+b") as file:
         file.seek(at)
-        file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        file.write(json.dumps(row).encode() + b"\n")
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
@@ -171,7 +177,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-    rows = [(line, orjson.loads(line)) for line in lines if line.strip()]
+    rows = [(line, json.loads(line)) for line in lines if line.strip()]
     cut = {row[_ASKING] for _, row in rows if _ASKING in row}
     kept = [
         (line, row)

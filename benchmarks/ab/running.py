@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,8 @@ Between = Literal["paused", "running", "ended"]
 
 
 _AWAKE_S = 60.0  # from SIGCONT to the first answer
-_BUSY_S = 20.0  # a server refuses to flush while pages are on their way to another tier
+_BUSY_S = 90.0  # a server refuses to flush while requests run or pages are on their way to another tier
+_PATIENCE_S = 5.0  # of a refusal, until it is said
 
 
 class EndpointError(RuntimeError):
@@ -49,6 +51,7 @@ class Endpoint:
         self.model = spec.model
         self.context: int | None = None  # tokens of a request with its answer, where the endpoint says
         self.about: dict[str, Any] = {}
+        self.refused_s = 0.0  # longest that it refused to be flushed
 
     def start(self, progress: Callable[[str, float, str], None] | None = None) -> None:
         """Returns when it answers. Raises ServerError or EndpointError."""
@@ -122,15 +125,26 @@ class Endpoint:
         """How its caches are emptied, in words."""
         if self.spec.flush is None:
             return "not flushed (declared to have no way to): only texts that differ keep rounds apart"
-        return f"POST {self.spec.flush_path} to {max(1, len(self.spec.flush))} process(es) before every round"
+        refused = f"; refused for up to {self.refused_s:.0f} s" if self.refused_s >= 1 else ""
+        return f"POST {self.spec.flush_path} to {max(1, len(self.spec.flush))} process(es) before every round{refused}"
 
     def flush(self) -> None:
-        """Empties its caches. Raises EndpointError when it refuses."""
+        """Empties its caches; one that is busy is asked again for a while, and that is said. Raises EndpointError when it
+        still refuses.
+        """
         if self.spec.flush is None:
             return
         for url in [self._target(name) for name in self.spec.flush] or [self.url]:
-            ends = time.monotonic() + _BUSY_S
-            while (said := self._flush_one(url)) == "400" and time.monotonic() < ends:
+            began, told = time.monotonic(), _PATIENCE_S
+            while (said := self._flush_one(url)) == "400" and (waited := time.monotonic() - began) < _BUSY_S:
+                self.refused_s = max(self.refused_s, waited)
+                if waited >= told:
+                    told *= 2
+                    print(
+                        f"{self.spec.name}: {url} refuses to flush, for {waited:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 time.sleep(0.2)
             if said:
                 raise EndpointError(
@@ -153,6 +167,12 @@ class Endpoint:
         if name not in known:
             raise EndpointError(f"{self.spec.name}: `flush` names {name}; allowed: {', '.join(known)}")
         return known[name].url
+
+    def answers(self) -> bool:
+        """Whether each of its processes answers now; of one given by URL, whether that does."""
+        if not self.processes:
+            return answers(f"{self.url}/v1/models")
+        return all(answers(one.url + self.spec.ready_path(name)) for name, one in self.processes.items())
 
     def pause(self) -> None:
         """Stops its processes from using the machine; harmless for one given by URL."""

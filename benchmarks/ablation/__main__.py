@@ -37,6 +37,7 @@ from benchmarks.ab.starting import Starting
 from benchmarks.ab.summary import METRICS
 from benchmarks.ablation.analysis import analyse, without
 from benchmarks.ablation.arms import ALL, CHANGES, NONE, STOCK, Arm, Setup, arms
+from benchmarks.ablation.partial import Partial
 from glm_sglang.serving import ServerError
 
 
@@ -147,7 +148,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--seconds", type=float, help="from the start of this command, after which no further round begins"
     )
-    p.add_argument("--partial", type=Path, help="write the result so far to this file after every round")
+    p.add_argument(
+        "--partial",
+        type=Path,
+        help="write the result so far to this file after every round, and before the servers are stopped",
+    )
     add_measuring(p)
     p.add_argument("--between", choices=("paused", "running", "ended"), default="paused")
     p.add_argument(
@@ -206,21 +211,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     def left() -> bool:
         return args.seconds is None or time.monotonic() - began < args.seconds
 
-    again = 0.0
+    def so_far(outcome: Outcome) -> dict[str, Any]:
+        silent = argparse.Namespace(json=False, save=False)
+        return finish(result(args, wanted, planned, endpoints, outcome), args.platform, silent)
 
-    def note(outcome: Outcome) -> None:
-        nonlocal again
-        if args.partial is None or (now := time.monotonic()) < again:
-            return
-        beside = args.partial.with_name(f"{args.partial.name}.tmp")
-        beside.write_bytes(orjson.dumps(result(args, wanted, planned, endpoints, outcome)))
-        beside.replace(args.partial)
-        # Intervals take seconds, and the servers wait meanwhile: a tenth of the time at most.
-        again = time.monotonic() + 9 * (time.monotonic() - now)
-
+    partial = Partial(args.partial, so_far)
     makes = {name: maker(args, own) for name, own in wanted.items()}
-    found = compare_cases(endpoints, args.bytes_per_token, args.text, makes, starting, left, note)
+    found = compare_cases(
+        endpoints, args.bytes_per_token, args.text, makes, starting, left, partial.note, partial.write
+    )
     return result(args, wanted, planned, endpoints, found)
+
+
+def finish(found: dict[str, Any], platform: str, how: argparse.Namespace) -> dict[str, Any]:
+    """`_result.finish` of an ablation, printed and saved as `how` says."""
+    return _result.finish("ablation", found, how, device="cpu" if platform == "cpu" else None)
 
 
 def maker(args: argparse.Namespace, own: argparse.Namespace) -> Callable[[float], Plan]:
@@ -257,6 +262,9 @@ def result(
         "endpoints": {e.spec.name: {**e.spec.describe(), "about": e.about} for e in kept},
         "discipline": discipline(next(iter(outcome.plans.values())), kept),
         "records": args.output.name,
+        "environment": environment(),
+        "reused_rounds": outcome.reused,
+        "lost_rounds": outcome.lost,
     }
     if args.stock_path is not None:
         about["baseline_versions"] = packages(args.stock_path)
@@ -304,8 +312,19 @@ def model_facts(args: argparse.Namespace) -> dict[str, Any]:
     }
     found = {name: config[key] for name, key in names.items() if key in config}
     dummy = re.search(r"--load-format[ =]dummy\b", args.flags)
+    if kinds := config.get("indexer_types"):
+        found["indexers"] = kinds.count("full")
     return found | {
         "weights": "dummy: nearly all zeros, every token at the same experts" if dummy else "a checkpoint's"
+    }
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that SGLang's servers read, folders apart: what they are here, every arm inherits."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith("SGLANG_") and "/" not in value
     }
 
 
@@ -359,7 +378,7 @@ def main() -> int:
             print(f"{name}: {one['rounds_measured']} of {one['rounds']} rounds", file=sys.stderr)
         show(one)
     print(found["answer"], file=sys.stderr)
-    _result.finish("ablation", found, args, device="cpu" if args.platform == "cpu" else None)
+    finish(found, args.platform, args)
     return 0
 
 

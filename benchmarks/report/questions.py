@@ -40,6 +40,7 @@ QUESTIONS: dict[str, Question] = {
     "cache_soak": Question("a cache that stays right and lets go of everything under mixed load", (3, 4, 5)),
     "lookup_latency": Question("what a cache lookup costs", (5,)),
     "store_bandwidth": Question("bytes a second into and out of Valkey"),
+    "sibling_gets": Question("what ranks gain by getting each page once and copying the others'"),
     "page_cost": Question("interpreter time that a page costs the scheduler's thread"),
     "oracle": Question("tokens and logprobs against transformers"),
     "ab_client": Question("up to how many streams the client adds little"),

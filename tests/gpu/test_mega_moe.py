@@ -1,4 +1,6 @@
-"""The server's MoE path on real GPUs, one rank a GPU, against the exact reference: sizes, chunks, reload, zero scales."""
+"""The server's MoE path on real GPUs, one rank a GPU, against the exact reference: sizes, chunks, reload, zero scales;
+and at GLM-5.x's widths, every row by itself.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ pytestmark = [
     ),
 ]
 HIDDEN, WIDTH, TOP_K, LOCAL = 1024, 512, 8, 8
-SCALING, BOUND = 2.5, 1e-3
+WIDE_HIDDEN, WIDE_WIDTH, WIDE_LOCAL = 6144, 2048, 32
+SCALING, BOUND, ROW_BOUND = 2.5, 1e-3, 5e-3
 CAPACITY = 1920
 
 
@@ -57,32 +60,75 @@ def reference_weights(ranks: int, zero_blocks: bool = False) -> ExpertWeights:
     return ExpertWeights(codes("w13_weight"), codes("w2_weight"), scales("w13_weight"), scales("w2_weight"))
 
 
-def batch(rank: int, count: int, experts: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def wide_experts(rank: int) -> ExpertWeights:
+    """This rank's experts at GLM-5.x's widths, drawn on its GPU one by one."""
+    draw = torch.Generator("cuda").manual_seed(100 + rank)
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    for _ in range(WIDE_LOCAL):
+        w13 = torch.randn(2 * WIDE_WIDTH, WIDE_HIDDEN, generator=draw, device="cuda") * WIDE_HIDDEN**-0.5
+        w2 = torch.randn(WIDE_HIDDEN, WIDE_WIDTH, generator=draw, device="cuda") * 2 * WIDE_WIDTH**-0.5
+        for kept, one in zip(
+            parts, (*numerics.quantize_blocks(w13), *numerics.quantize_blocks(w2)), strict=True
+        ):
+            kept.append(one)
+    codes13, scale13, codes2, scale2 = (torch.stack(part) for part in parts)
+    return ExpertWeights(codes13, codes2, scale13, scale2)
+
+
+def as_loaded(weights: ExpertWeights) -> SimpleNamespace:
+    """The same as a layer's parameters, copied: they are arranged in place."""
+    named = {
+        "w13_weight": weights.w13,
+        "w2_weight": weights.w2,
+        "w13_weight_scale_inv": weights.w13_scale,
+        "w2_weight_scale_inv": weights.w2_scale,
+    }
+    return SimpleNamespace(
+        **{
+            name: torch.nn.Parameter(tensor.clone(), requires_grad=False)
+            for name, tensor in named.items()
+            if tensor is not None
+        }
+    )
+
+
+def batch(
+    rank: int, count: int, experts: int, seed: int, hidden: int = HIDDEN, skewed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """skewed: the first expert is ten times as likely as the last."""
     draw = torch.Generator().manual_seed(1000 * seed + rank)
-    x = torch.randn(count, HIDDEN, generator=draw).bfloat16()
-    ids = torch.rand(count, experts, generator=draw).topk(TOP_K, dim=-1).indices.int()
+    x = torch.randn(count, hidden, generator=draw).bfloat16()
+    score = torch.rand(count, experts, generator=draw)
+    if skewed:
+        score *= torch.logspace(0, -1, experts)
+    ids = score.topk(TOP_K, dim=-1).indices.int()
     weights = torch.rand(count, TOP_K, generator=draw) + 0.1
     if count > 2:
         ids[-1] = -1  # a padding row
     return x.cuda(), ids.cuda(), (weights / weights.sum(-1, keepdim=True)).cuda()
 
 
-def routed(ranks: int, capacity: int) -> Any:
+def routed(ranks: int, capacity: int, *, local: int = LOCAL, hidden: int = HIDDEN, width: int = WIDTH) -> Any:
     from glm_sglang.moe.kernels import Geometry, Sm90
     from glm_sglang.moe.layer import RoutedExperts
     from glm_sglang.moe.rows import Attention
 
     geometry = Geometry(
-        experts=LOCAL * ranks, top_k=TOP_K, hidden=HIDDEN, intermediate=WIDTH, capacity=capacity
+        experts=local * ranks, top_k=TOP_K, hidden=hidden, intermediate=width, capacity=capacity
     )
     return RoutedExperts(Sm90(dist.group.WORLD, geometry), capacity, Attention(dp=ranks), lambda: None)
 
 
 def run(layer: Any, experts: Any, counts: list[int], rank: int, seed: int) -> tuple[torch.Tensor, Any]:
+    given = batch(rank, counts[rank], LOCAL * len(counts), seed)
+    return call(layer, experts, counts, given), given
+
+
+def call(layer: Any, experts: Any, counts: list[int], given: Any) -> torch.Tensor:
     layer.global_tokens = lambda: counts
     layer.attention = type(layer.attention)(dp=len(counts))
-    given = batch(rank, counts[rank], LOCAL * len(counts), seed)
-    return layer(experts, *given, top_k=TOP_K, scaling=SCALING, clamp=None), given
+    out: torch.Tensor = layer(experts, *given, top_k=TOP_K, scaling=SCALING, clamp=None)
+    return out
 
 
 def check(out: torch.Tensor, given: Any, weights: ExpertWeights, what: object) -> None:
@@ -110,6 +156,35 @@ def sizes(rank: int, ranks: int) -> None:
         for counts in ([most] * ranks, [most // (r + 1) for r in range(ranks)], [most] + [0] * (ranks - 1)):
             out, given = run(layer, experts, counts, rank, seed)
             check(out, given, weights, counts)
+
+
+def true_widths(rank: int, ranks: int) -> None:
+    """Each rank has its own experts only; the reference asks their owners, as the kernel does."""
+    from glm_kernels.mega_moe.limits import Arch
+
+    from benchmarks._moe_batches import difference
+    from glm_sglang.moe.weights import arrange
+
+    weights = wide_experts(rank)
+    experts = as_loaded(weights)
+    assert arrange(experts, Arch.SM90) == WIDE_LOCAL
+    layer = routed(ranks, CAPACITY, local=WIDE_LOCAL, hidden=WIDE_HIDDEN, width=WIDE_WIDTH)
+    for seed, most in enumerate((1, 63, 64, 1919, 1920, 5000)):
+        counts = [most // (r + 1) for r in range(ranks)]
+        given = batch(rank, counts[rank], WIDE_LOCAL * ranks, seed, WIDE_HIDDEN, skewed=seed % 2 == 1)
+        out = call(layer, experts, counts, given)
+        expected = mega_moe_reference(
+            *given,
+            weights,
+            arithmetic=Arithmetic.SM90,
+            routed_scaling_factor=SCALING,
+            group=dist.group.WORLD if ranks > 1 else None,
+        )
+        assert out.shape == expected.shape
+        whole, row = difference(out, expected).tolist()
+        print(f"rank {rank}: {counts[rank]} tokens, calc_diff {whole:.1e}, of a row {row:.1e}", flush=True)
+        assert whole <= BOUND, (most, whole)
+        assert row <= ROW_BOUND, (most, row)
 
 
 def reload(rank: int, ranks: int) -> None:
@@ -155,7 +230,9 @@ def zero_scales(rank: int, ranks: int) -> None:
     print(f"rank {rank}: NaN without mending, by tokens: {found}", flush=True)
 
 
-@pytest.mark.parametrize("work", [sizes, reload, zero_scales], ids=lambda work: str(work.__name__))
+@pytest.mark.parametrize(
+    "work", [sizes, true_widths, reload, zero_scales], ids=lambda work: str(work.__name__)
+)
 def test_against_the_reference(work: Callable[[int, int], None], tmp_path: Path) -> None:
     ranks = torch.cuda.device_count()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def harness(folder: Path, *flags: str, rounds: int = 2) -> subprocess.CompletedP
 def test_rounds_interleave_and_a_second_run_goes_on(tmp_path: Path) -> None:
     first = harness(tmp_path)
     assert first.returncode == 0, first.stderr
-    lines = [orjson.loads(row) for row in (tmp_path / "o.jsonl").read_bytes().splitlines()]
+    lines = [json.loads(row) for row in (tmp_path / "o.jsonl").read_bytes().splitlines()]
     # Each is first in one of two rounds; every round asks both the same.
     assert [r["glm_ab"]["round"] for r in lines] == [0, 0, 1, 1]
     assert "".join(r["tag"] for r in lines) in ("abba", "baab")
@@ -116,8 +117,8 @@ def test_rounds_interleave_and_a_second_run_goes_on(tmp_path: Path) -> None:
     # Another round more: the four lines are not asked again.
     second = harness(tmp_path, rounds=3)
     assert second.returncode == 0, second.stderr
-    assert "4 of 6 rounds are in" in second.stderr
-    again = [orjson.loads(row) for row in (tmp_path / "o.jsonl").read_bytes().splitlines()]
+    assert "4 of 6 rounds of this run are in" in second.stderr
+    again = [json.loads(row) for row in (tmp_path / "o.jsonl").read_bytes().splitlines()]
     assert again[:4] == lines
     assert len(again) == 6
     result = orjson.loads(second.stdout.splitlines()[-1])
@@ -136,9 +137,7 @@ def test_rounds_interleave_and_a_second_run_goes_on(tmp_path: Path) -> None:
     # One round at b is missing: a is not started for it.
     lines = (tmp_path / "o.jsonl").read_bytes().splitlines(keepends=True)
     kept = [
-        line
-        for line in lines
-        if orjson.loads(line)["tag"] == "a" or orjson.loads(line)["glm_ab"]["round"] < 2
+        line for line in lines if json.loads(line)["tag"] == "a" or json.loads(line)["glm_ab"]["round"] < 2
     ]
     (tmp_path / "o.jsonl").write_bytes(b"".join(kept))
     fourth = harness(tmp_path, "--bytes-per-token", "4.0", rounds=3)
@@ -171,7 +170,7 @@ def test_an_endpoint_that_cannot_be_flushed_is_refused(tmp_path: Path) -> None:
 def test_ended_endpoints_are_started_for_each_block_alone(tmp_path: Path) -> None:
     done = harness(tmp_path, "--between", "ended", "--block", "2", "--logs", str(tmp_path / "logs"), rounds=4)
     assert done.returncode == 0, done.stderr
-    lines = [orjson.loads(row) for row in (tmp_path / "o.jsonl").read_bytes().splitlines()]
+    lines = [json.loads(row) for row in (tmp_path / "o.jsonl").read_bytes().splitlines()]
     assert [(r["tag"], r["glm_ab"]["round"]) for r in lines] == [
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
         *(("b", 2), ("b", 3), ("a", 2), ("a", 3)),

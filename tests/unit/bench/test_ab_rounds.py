@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.ab import records
+from benchmarks.ab import comparison, records
 from benchmarks.ab.client import Sample
 from benchmarks.ab.comparison import Cases, Comparison, Plan, blocks
 from benchmarks.ab.endpoints import Spec
@@ -251,14 +253,45 @@ def test_no_text_is_asked_twice_of_an_endpoint_but_every_endpoint_is_asked_the_s
         seen |= texts
 
 
-def test_a_finished_file_is_read_back_and_a_new_endpoint_gets_its_texts(tmp_path: Path) -> None:
+def test_a_finished_file_is_read_back_and_other_endpoints_are_all_asked_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A verdict is of rounds that were asked side by side: a and b of one visit say nothing beside c of another."""
     file = tmp_path / "x.jsonl"
     first = Notes(sweep(file, round_warm_up=0, warm_up=0), "ab")
-    first.run()
-    assert all("glm_ab" in orjson.loads(line) for line in file.read_bytes().splitlines())
-    more = Notes(sweep(file, round_warm_up=0, warm_up=0), "abc")
-    more.run()
-    assert more.told == {"a": [], "b": [], "c": first.told["a"]}
+    lines = first.run()
+    assert all("glm_ab" in json.loads(line) for line in file.read_bytes().splitlines())
+    same = Notes(sweep(file, round_warm_up=0, warm_up=0), "ab")
+    assert same.run() == lines
+    assert same.told == {"a": [], "b": []}
+    assert "8 of 8 rounds of this run are in it and not asked again; 0 others" in capsys.readouterr().err
+    more = Notes(sweep(file, round_warm_up=0, warm_up=0), "ac")
+    assert {line["tag"] for line in more.run()} == {"a", "c"}
+    assert more.told["a"] == more.told["c"]
+    assert not marks_of(more.told["a"]) & marks_of(first.told["a"])
+    assert "0 of 8 rounds of this run are in it and not asked again; 8 others" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_did_not_start_changes_nothing_of_the_others_rounds(tmp_path: Path) -> None:
+    plan = sweep(tmp_path / "x.jsonl")
+    endpoints = [Endpoint(Spec(name, url="http://h")) for name in "abc"]
+    whole = Comparison(plan, endpoints, quiet=True)
+    rest = Comparison(plan, endpoints[:2], quiet=True, among=["c", "b", "a"])
+    assert set(rest.marks()) < set(whole.marks())
+
+
+@pytest.mark.parametrize("other", [{"commit": "b"}, {"machine": {"name": "h200"}}], ids=("commit", "machine"))
+def test_another_commits_or_machines_rounds_are_not_used(
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"commit": "a", "machine": {"name": "cpu"}}
+    monkeypatch.setattr(comparison, "measured_by", lambda: here)
+    file = tmp_path / "x.jsonl"
+    Notes(sweep(file), "ab").run()
+    monkeypatch.setattr(comparison, "measured_by", lambda: here | other)
+    again = Notes(sweep(file), "ab")
+    assert len(again.run()) == 8
+    assert again.told["a"] == again.told["b"] != []
 
 
 @pytest.mark.parametrize("last", range(1, 17))
@@ -287,7 +320,7 @@ def test_what_is_in_the_file_counts_though_the_time_is_over(tmp_path: Path) -> N
     again = Notes(sweep(file, **one), "ab")
     assert [len(lines) for lines in Cases({"x": again}, lambda: False).run().values()] == [4]
     other = Notes(sweep(file, **one), "abc")
-    assert [len(lines) for lines in Cases({"x": other}, lambda: False).run().values()] == [4]
+    assert [len(lines) for lines in Cases({"x": other}, lambda: False).run().values()] == [0]
     assert other.told == {"a": [], "b": [], "c": []}
 
 
@@ -310,6 +343,28 @@ def test_an_endpoint_that_cannot_go_on_is_left_out_or_ends_it(tmp_path: Path) ->
     assert failed == ["b: gone"]
     with pytest.raises(EndpointError, match="gone"):
         Cases({"": Broken(sweep(tmp_path / "y.jsonl", points=(Point(1),)), "abc")}).run()
+
+
+def test_an_endpoint_that_may_go_on_loses_one_round_which_counts_for_nobody(tmp_path: Path) -> None:
+    class Broken(Notes):
+        def ask(self, endpoint: Endpoint, *rest: Any) -> None:
+            if endpoint.spec.name == "b" and rest[1] == 0:
+                records.begin(self.plan.output, self.asked(*rest[:2]))
+                raise EndpointError("busy")
+            super().ask(endpoint, *rest)
+
+    file = tmp_path / "x.jsonl"
+    one = Broken(sweep(file, points=(Point(1),)), "ab")
+    lines = Cases({"": one}, fails=lambda endpoint, error: True).run()[""]
+    assert [(line["tag"], line["glm_ab"]["round"]) for line in lines] == [("a", 0), ("a", 1), ("b", 1)]
+    found = summarise(lines, ["a", "b"], "a")
+    assert found[0]["rounds"] == 1
+    # The same command asks it of both again.
+    again = Notes(sweep(file, points=(Point(1),)), "ab")
+    assert sorted((line["tag"], line["glm_ab"]["round"]) for line in again.run()) == [
+        *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
+    ]
+    assert again.told["a"] == again.told["b"] != []
 
 
 def test_warm_up_has_as_many_under_way_as_the_round_and_as_many_sessions_as_asked(tmp_path: Path) -> None:
@@ -388,13 +443,16 @@ def test_a_line_has_bench_servings_fields_and_comes_back_as_it_was(tmp_path: Pat
     assert line["mean_tpot_ms"] == 20.0
     assert line["max_concurrency"] == 4
     assert line["cache_report"]["cache_hit_rate_pct"] == 16.67
+    assert line["request_rate"] == math.inf
     for field in ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"):
         assert len(line[field]) == 3
     path = tmp_path / "x.jsonl"
     records.append(path, line)
     records.append(path, line)
     path.write_bytes(path.read_bytes() + b'{"cut off')
-    assert records.read(path) == [orjson.loads(orjson.dumps(line))] * 2
+    assert records.read(path) == [json.loads(json.dumps(line))] * 2
+    # As bench_serving writes it, and as its readers read it.
+    assert b'"request_rate": Infinity' in path.read_bytes()
     assert path.read_bytes().endswith(b"\n")
     found = records.samples_of(line)
     assert list(found) == ["0.0", "0.1", "1.0"]
@@ -406,6 +464,7 @@ def test_every_field_of_bench_serving_is_there() -> None:
     """Read off its source: the dictionaries `result` and `result_details`, and what it adds for a cache report."""
     source = Path(str(find_spec("sglang").submodule_search_locations[0])) / "benchmark" / "serving.py"  # type: ignore[union-attr, index]
     fields: set[str] = set()
+    report: set[str] = set()
     for node in ast.walk(ast.parse(source.read_text())):
         if not isinstance(node, ast.Assign):
             continue
@@ -414,11 +473,15 @@ def test_every_field_of_bench_serving_is_there() -> None:
                 fields |= {key.value for key in keys if isinstance(key, ast.Constant)}
             case ast.Subscript(
                 value=ast.Name(id="result" | "result_details"), slice=ast.Constant(value=key)
-            ), _:
+            ), value:
                 fields.add(str(key))
+                if key == "cache_report" and isinstance(value, ast.Dict):
+                    report = {str(one.value) for one in value.keys if isinstance(one, ast.Constant)}
     assert {"median_ttft_ms", "input_lens", "cached_tokens", "cache_report"} <= fields  # it was found
-    # Which tier served a cached token is SGLang's own /generate alone, not the OpenAI API's.
-    assert fields - {"cached_tokens_details"} <= set(record("a", 0, [[sample("turn 1", 0.1)]]))
+    assert {"total_cached_tokens", "storage_backend"} <= report
+    line = record("a", 0, [[sample("turn 1", 0.1)]])
+    assert fields <= set(line)
+    assert report == set(line["cache_report"])
 
 
 def test_summary_compares_pair_by_pair() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.ab.comparison import Plan, calibrate, compare_cases
+from benchmarks.ab import comparison, running
+from benchmarks.ab.comparison import Comparison, Plan, calibrate, compare_cases
 from benchmarks.ab.endpoints import Spec, SpecError
 from benchmarks.ab.load import Point
 from benchmarks.ab.running import Between, Endpoint, EndpointError, answers, hold
@@ -104,6 +105,25 @@ def test_a_server_that_is_busy_is_asked_again_to_flush(monkeypatch: pytest.Monke
     assert asked == ["http://h/flush_cache"] * 3
     with pytest.raises(EndpointError, match="flush_cache answered 404"):
         endpoint.flush()
+
+
+def test_a_server_may_be_busy_for_a_minute_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    free = 61.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(200 if clock[0] >= free else 400))
+    endpoint = Endpoint(Spec("a", url="http://h"))
+    endpoint.flush()
+    said = [line for line in capsys.readouterr().err.splitlines() if "refuses to flush" in line]
+    assert [line.rpartition("for ")[2] for line in said] == ["5 s", "10 s", "20 s", "40 s"]
+    assert endpoint.flushed.endswith("before every round; refused for up to 61 s")
+    free = 1e9
+    with pytest.raises(EndpointError, match="flush_cache answered 400"):
+        endpoint.flush()
+    assert clock[0] == pytest.approx(61 + running._BUSY_S, abs=1)
 
 
 def bad(name: str) -> Endpoint:
@@ -205,6 +225,44 @@ def test_cases_are_measured_on_endpoints_that_start_once(tmp_path: Path) -> None
     assert [e.processes for e in endpoints] == [{}, {}, {}]
     again = compare_cases([null("a"), null("b"), bad("c")], 4.0, (), makes, Starting("running", True, "a"))
     assert again.records == found.records
+
+
+def test_an_arm_that_fails_once_goes_on_and_what_was_noted_is_kept_before_all_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two arms, without which nothing is measured; the second failure ends it."""
+    failures: list[int] = []
+
+    def ask(self: Comparison, endpoint: Endpoint, load: Any, point: Point, number: int) -> Any:
+        if endpoint.spec.name == "b" and number in failures:
+            raise EndpointError(f"busy in round {number}")
+        return asked(self, endpoint, load, point, number)
+
+    asked = Comparison._ask
+    monkeypatch.setattr(comparison.Comparison, "_ask", ask)
+
+    def run(name: str) -> tuple[Any, list[list[int]]]:
+        def plan(size: float) -> Plan:
+            work = LongContext(Text(size), 1, 1, (64,), 1)
+            return Plan(work, [Point(1)], 3, tmp_path / name, warm_up=0, round_warm_up=0)
+
+        endpoints = [null("a"), null("b")]
+        alive: list[list[int]] = []
+        starting = Starting("running", True, "a")
+        end = lambda: alive.append([len(e.processes) for e in endpoints])  # noqa: E731
+        return compare_cases(endpoints, 4.0, (), {"": plan}, starting, ending=end), alive
+
+    failures[:] = [1]
+    found, alive = run("x.jsonl")
+    assert [(line["tag"], line["glm_ab"]["round"]) for line in found.records[""]] == [
+        *(("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 2)),
+    ]
+    assert found.lost == ["b: busy in round 1"]
+    assert found.left_out == {}
+    assert alive == [[1, 1]]
+    failures[:] = [0, 1]
+    with pytest.raises(EndpointError, match="b: busy in round 1\ntoo few are left"):
+        run("y.jsonl")
 
 
 class Small(http.server.BaseHTTPRequestHandler):

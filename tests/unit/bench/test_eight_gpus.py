@@ -342,23 +342,18 @@ def test_a_failed_stage_is_named_and_only_it_is_measured_again(tmp_path: Path) -
 
 def test_the_metadata_for_a_bare_machine_is_the_installed_one(tmp_path: Path) -> None:
     """Without its pins no server starts. The scripts' own program, in a Python that sees no package."""
-    program = (
-        SCRIPT.with_name("_gpu_script.sh")
-        .read_text()
-        .partition("<<'P'\nimport importlib.metadata")[2]
-        .partition("\nP\n")[0]
-    )
+    program = SCRIPT.with_name("_gpu_script.sh").read_text().partition("<<'P'\n")[2].partition("\nP\n")[0]
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-", str(tmp_path), "2", "the_script", "nixl"],
         cwd=ROOT,
-        input="import importlib.metadata" + program,
+        input=program,
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    assert "the_script: not installed: torch" in done.stderr
-    assert done.stderr.strip().endswith("nixl")
+    assert "the_script: cannot be imported: torch (No module named 'torch')" in done.stderr
+    assert "nixl (No module named 'nixl')" in done.stderr
     (written,) = importlib.metadata.distributions(path=[str(tmp_path)])
     installed = importlib.metadata.distribution("glm-sglang")
     assert set(map(Requirement, written.requires or [])) == set(map(Requirement, installed.requires or []))

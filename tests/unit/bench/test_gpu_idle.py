@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused_with_what_to_change(at_once: int, named: s
 @pytest.mark.parametrize(
     ("flags", "waves"),
     [
-        ((), [["stock", "ours", "eager"]]),
+        ((), [["stock", "ours", "eager", "cached"]]),
         ((*DEEP, "--arms", "stock,ours,eager", "--sizes", "2048,8192"), [["stock", "ours"], ["eager"]]),
         ((*DEEP, "--arms", "stock,ours", "--at-once", "1"), [["stock"], ["ours"]]),
     ],
@@ -128,6 +128,19 @@ def test_saves_are_no_work_of_a_step() -> None:
     assert _gpu_trace.steps(_idle_steps.own_work(Trace(device=[*layers, *saves]), "ours"))[0].span_us == 9_000
 
 
+@pytest.mark.parametrize("lone", [0, 30])
+def test_an_empty_trace_is_no_idle_share(lone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue of which nothing was traced would idle 0 %."""
+    traces = [
+        Trace(device=[Interval(i * 100.0, i * 100.0 + 90, "gemm") for i in range(lone)]),
+        Trace(device=[]),
+    ]
+    monkeypatch.setattr(_idle_steps, "traced", lambda *_: [])
+    monkeypatch.setattr(_gpu_trace, "read", lambda files: traces.pop(0))
+    with pytest.raises(RuntimeError, match="nothing to take a share of"):
+        _idle_steps.trace_case(Arm("ours", None), Case(2048), Counts(1, 0))  # type: ignore[arg-type]
+
+
 class Fake:
     """A server that notes when it starts and stops; one called `bad` does not come up."""
 
@@ -173,6 +186,82 @@ def test_the_next_wave_starts_when_the_one_before_has_ended(
     assert list(found["arms"]) == ["stock", "ours", "cached"]
     assert "eager ended" in found["not_up"]["eager"]
     assert found["step_ms_saturated_2048_over_stock"] == 1.0
+    assert [line for line in found["incomplete"] if "eager" in line] == ["eager: did not start"]
+    assert len(found["incomplete"]) == 1 + 3 * 3  # nothing was traced, and 8192 not asked
     model = found["model"]
     assert (model["layers"], model["dense_layers"], model["experts"], model["indexers"]) == (78, 3, 8, 21)
     assert all(taken["total"] > 40 for taken in found["expected_gib"].values())
+
+
+def arm(name: str, **result: Any) -> Arm:
+    return Arm(name, None, result)  # type: ignore[arg-type]
+
+
+def test_the_headline_names_our_idle_shares_and_keeps_a_share_of_nothing() -> None:
+    ours = arm("ours", traced={"2048": {"idle_share": 0.0}, "8192": {"idle_share": 0.006}})
+    found = gpu_idle.headline([ours, arm("stock", traced={"2048": {"idle_share": 0.03}})])
+    assert found == {
+        "idle_share_2048": 0.0,
+        "idle_share_8192": 0.006,
+        "idle_share_2048_ours": 0.0,
+        "idle_share_2048_stock": 0.03,
+        "idle_share_8192_ours": 0.006,
+    }
+    assert gpu_idle.headline([])["idle_share_2048"] is None
+
+
+def test_what_was_not_measured_is_named_and_makes_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = {"untraced": {"2048": {}, "8192": {}}, "traced": {"2048": {}, "8192": {}}}
+
+    def wave(args: Any, model: Path, names: list[str], out: Path, found: list[Arm], *rest: Any) -> None:
+        found.extend(arm(name, **results[name]) for name in names)
+
+    monkeypatch.setattr(gpu_idle, "run_wave", wave)
+    words = [*H200, "--sizes", "2048,8192", "--arms", "stock,ours", "--out", str(tmp_path)]
+    results: dict[str, dict[str, Any]] = {"stock": both, "ours": both}
+    assert gpu_idle.main(words) == 0
+    short = {"untraced": {"2048": {}, "8192": {}}, "traced": {"2048": {}}}
+    for more, line in (
+        ({"skipped": ["traced 8192"]}, "ours: traced 8192: skipped, the time was over (--seconds)"),
+        ({"failed": {"traced 8192": "TimeoutError: no trace"}}, "ours: traced 8192: TimeoutError: no trace"),
+        ({}, "ours: traced 8192: not measured"),
+    ):
+        results["ours"] = short | more
+        capsys.readouterr()
+        assert gpu_idle.main(words) == 1
+        assert [said for said in capsys.readouterr().err.splitlines() if said.startswith("gpu_idle: ")] == [
+            f"gpu_idle: {line}"
+        ]
+    results["ours"] = both | {"failed": {"warm 8192": "ReadTimeout: "}}
+    assert gpu_idle.main(words) == 1
+
+
+def test_graph_memory_is_said_only_of_a_server_that_captured_alone(tmp_path: Path) -> None:
+    log = tmp_path / "ours.log"
+    log.write_text(
+        "Capture prefill CUDA graph end. elapsed=16.67 s, mem usage=17.52 GB, avail mem=80.00 GB.\n"
+    )
+    alone = _idle_steps.captured(log, alone=True)
+    assert (alone["capture_seconds"], alone["capture_gb"]) == (16.67, 17.52)
+    beside = _idle_steps.captured(log)
+    assert (beside["capture_seconds"], beside["capture_gb"]) == (16.67, None)
+    assert "other servers" in beside["capture_gb_unknown"]
+    log.write_text("nothing was captured\n")
+    assert "capture_gb_unknown" not in _idle_steps.captured(log)
+
+
+@pytest.mark.parametrize(
+    ("words", "alone"), [((), False), (("--one-by-one",), True), (("--at-once", "1"), True)]
+)
+def test_servers_of_a_wave_are_alone_one_by_one(
+    words: tuple[str, ...], alone: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(gpu_idle, "Server", Fake)
+    monkeypatch.setattr(gpu_idle, "measure", lambda *_: None)
+    monkeypatch.setattr(gpu_idle, "captured", lambda log, alone: seen.append(alone))
+    monkeypatch.setattr(gpu_idle.time, "sleep", lambda _: None)
+    gpu_idle.main([*H200, "--arms", "stock,ours", *words, "--out", str(tmp_path)])
+    assert seen == [alone, alone]

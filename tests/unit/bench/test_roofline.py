@@ -107,8 +107,58 @@ def test_shares_come_from_a_long_context_result(tmp_path: Path) -> None:
     assert roofline.from_result(file, "ours") == {4096: 8000.0}
     with pytest.raises(ValueError, match="allowed: ours"):
         roofline.from_result(file, "theirs")
-    with pytest.raises(ValueError, match="no long_context result"):
+    with pytest.raises(ValueError, match=r"no long_context result of benchmarks\.ab, and none of .*gpu_idle"):
         roofline.from_result(write(tmp_path / "x.json", {"kind": "ab", "workload": "mixed"}), "ours")
+
+
+def test_a_step_behind_a_prefix_is_what_the_whole_prompt_takes_more() -> None:
+    gpu = GPUS["h200"]
+    first, second = (
+        roofline.step_seconds(GLM_5_3, gpu, 1, 2048),
+        roofline.step_seconds(GLM_5_3, gpu, 1, 2048, 2048),
+    )
+    assert first + second == pytest.approx(roofline.step_seconds(GLM_5_3, gpu, 1, 4096))
+    assert first < second
+    (point,) = roofline.points(GLM_5_3, gpu, 1, [2048], {})
+    assert 2048 / first == pytest.approx(point["roof_tokens_per_s"], rel=1e-4)
+
+
+RESULTS = Path(roofline.__file__).parent / "results"
+
+
+def test_the_share_of_a_gpu_idle_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the recorded one: of its own model, whose 8 experts are those that a token meets."""
+    file = RESULTS / "h200" / "gpu_idle_78_layers_deep_gemm.json"
+    idle = roofline.Idle.read(file)
+    assert idle is not None
+    assert idle.model() == replace(GLM_5_3, experts=8)
+    monkeypatch.setattr("sys.argv", ["roofline", "--gpu", "h200", "--result", str(file), "--json"])
+    assert roofline.main() == 0
+    found = orjson.loads(capsys.readouterr().out.splitlines()[-1])
+    steps = {(one["arm"], one["rows"]): one for one in found["steps"]}
+    recorded = orjson.loads(file.read_bytes())["arms"]["ours"]["untraced"]["2048"]
+    ours = steps["ours", 2048]
+    assert ours["share"] == pytest.approx(ours["roof_ms"] / recorded["step_ms_saturated"], rel=1e-3)
+    assert ours["share_alone"] < ours["share"]
+    assert {one["context"]: one["share"] for one in found["points"]} == pytest.approx(
+        {rows: steps["ours", rows]["share"] for rows in (2048, 8192)}, rel=1e-3
+    )
+    assert (found["gpus"], found["not_measured"]) == (1, [])
+
+
+@pytest.mark.parametrize("flag", ["--gpus=8", "--model=/nowhere"])
+def test_a_gpu_idle_result_has_its_own_model_and_gpus(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = RESULTS / "h200" / "gpu_idle_78_layers_deep_gemm.json"
+    monkeypatch.setattr("sys.argv", ["roofline", "--gpu", "h200", "--result", str(file), flag])
+    assert roofline.main() == 2
+    assert "neither --model nor --gpus" in capsys.readouterr().err
+    bare = write(tmp_path / "x.json", {"question": "gpu_idle", "model": {"layers": 8}, "arms": {}})
+    with pytest.raises(ValueError, match="has no dense_layers of its model"):
+        roofline.Idle.read(bare)
 
 
 @pytest.mark.parametrize(
