@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 # Pages whose copies may wait: of the pool, at most this share, and no fewer than a long prompt's.
 _SAVE_SHARE = 0.5
 _SAVE_LEAST = 64
+# A thread that computes in Python hands the interpreter over after so long: what the scheduler's waits for it whenever it
+# has let go of it. Python's own is 5 ms.
+_TURN_S = 1e-3
 
 
 def parts(params: Any, components: Any) -> Parts:
@@ -59,6 +63,7 @@ def _parts(params: Any, components: Any) -> Parts:
     share = share_of(groups)
     siblings = siblings_of(share, groups)
     lmcache_repairs.install()
+    sys.setswitchinterval(min(_TURN_S, sys.getswitchinterval()))
     memory = pinned_memory(pages)
     exporter = Exporter(rank=str(get_parallel().tp_rank))
     store = tiers.TieredStore(

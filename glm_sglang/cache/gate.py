@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from glm_sglang.cache.linker import GlmCacheLinker
 
 
+_REST_S = 2e-4  # of a scheduler that has nothing but requests that wait for their pages
+
+
 def _ours(wrapper: Any) -> GlmCacheLinker | None:
     """A tree's linker, where it is this room's; there may be another's."""
     linker = wrapper.cache_linker
@@ -58,7 +61,16 @@ def build_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwar
     if batch is not None:
         linker.admitted([req.rid for req in batch.reqs])
         linker.rate.launched(int(batch.extend_num_tokens or 0), time.monotonic())
+    elif held and scheduler.last_batch is None and _none_running(scheduler):
+        # Nothing to be done but to ask again: each time the threads that are waited for would have to win the interpreter
+        # from this one. UPSTREAM: SchedulerDisaggregationPrefillMixin._yield_gil_if_needed, for the same.
+        time.sleep(_REST_S)
     return plan
+
+
+def _none_running(scheduler: Any) -> bool:
+    running = scheduler.running_batch
+    return running is None or bool(running.is_empty())
 
 
 @contextmanager

@@ -249,9 +249,10 @@ class Prefetcher:
         self._admit()
 
     async def _fetch_in_order(self, ticket: Ticket) -> str:
-        """Keeps `window` gets going and stops behind the first page that does not come."""
+        """Keeps `window` gets going and stops behind the first page that does not come. Whether Valkey has the prompt at
+        all is seen by the first get, alone: most prompts are new, and each get takes the scheduler's thread its turns."""
         under_way: deque[tuple[Sequence[bytes], list[asyncio.Task[dict[bytes, str]]]]] = deque()
-        position, step, most = 0, self._group * len(self._valkey.nodes), self._window
+        position, step, most = 0, self._group * len(self._valkey.nodes), 1
         lenders = 0
         while not ticket._cancelled:
             while len(under_way) < most and position < len(ticket.missing):
@@ -271,11 +272,13 @@ class Prefetcher:
                 if outcome != HIT:
                     return outcome
                 ticket.loaded += 1
-            # Valkey has the prompt. Steps are as many times longer, and as many times fewer.
-            if not lenders and self._siblings is not None and (lenders := self._siblings.count("usable")):
-                times = max(1, self._asked // self._group)
-                step *= times * (1 + lenders)
-                most = max(2, most // times)
+            if most == 1:
+                most = self._window
+                if self._siblings is not None and (lenders := self._siblings.count("usable")):
+                    # Steps are as many times longer, and as many times fewer.
+                    times = max(1, self._asked // self._group)
+                    step *= times * (1 + lenders)
+                    most = max(2, most // times)
         return "cancelled"
 
     def _fetch(

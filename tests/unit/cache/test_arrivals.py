@@ -271,6 +271,8 @@ class Scheduler:
         self.waiting_queue = [SimpleNamespace(rid=rid) for rid in rids]
         self.tree_cache = None
         self.retracted: list[Any] = []
+        self.last_batch: Any = None
+        self.running_batch: Any = None
         self.grammar_manager: Any = SimpleNamespace(has_waiting_grammars=lambda: False)
 
     def get_new_batch_prefill(self) -> Any:
@@ -356,6 +358,36 @@ def test_a_request_whose_grammar_is_ready_waits_for_its_pages_too(linker: Linker
     gate.build_batch(ConstrainedScheduler.get_new_batch_prefill, scheduler)
     assert linker.batches[1:] == [["g"]]
     assert (scheduler.waiting, grammars.queue, grammars.polls) == (["later"], [], 2)
+
+
+@pytest.mark.parametrize(
+    ("ready", "last", "running", "rests"),
+    [
+        (set(), None, None, 1),
+        (set(), None, [], 1),
+        ({"a", "b"}, None, None, 0),  # nobody is held
+        ({"b"}, None, None, 0),  # there is a batch
+        (set(), "a batch", None, 0),  # its result is outstanding
+        (set(), None, ["decoding"], 0),
+    ],
+)
+def test_a_scheduler_that_can_only_wait_lets_others_have_the_interpreter(
+    linker: Linker,
+    monkeypatch: pytest.MonkeyPatch,
+    ready: set[str],
+    last: Any,
+    running: list[str] | None,
+    rests: int,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(gate, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    scheduler = Scheduler("a", "b")
+    linker.ready = ready
+    scheduler.last_batch = last
+    scheduler.running_batch = None if running is None else SimpleNamespace(is_empty=lambda: not running)
+    gate.build_batch(Scheduler.get_new_batch_prefill, scheduler)
+    assert len(slept) == rests
+    assert all(0.0 < seconds <= 1e-3 for seconds in slept)
 
 
 def test_everybody_in_a_queue_is_present(linker: Linker) -> None:

@@ -25,7 +25,7 @@ from ranks import Rank, keys, until
 
 Make = Callable[..., Rank]
 GROUP = 2  # pages of a get
-FIRST = 2 * 4 * GROUP  # pages that every rank gets by itself: gets under way at once
+FIRST = GROUP  # pages that every rank gets by itself: of the first get
 PAGES = 200
 
 
