@@ -141,27 +141,30 @@ def left_behind(sample: Sample, requests: int, device_tokens: int) -> dict[str, 
 
 
 def verdict(found: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """`failed`: each condition that does not hold, with its numbers. `not_exercised`: what did not happen. `passed`.
+    """`failed`: each condition that does not hold, with its numbers. `not_exercised`: what did not happen. `not_judged`:
+    what the run cannot tell. `passed`.
+
+    Probes are not judged where cold ones scatter as far as half a wrong page would move them: on a GPU an FP8 product
+    rounds by its company in the step. The pages' bytes are, all of them (`wrong_bytes`).
 
     found: `counts`, `wrong_bytes` (pages), `probes_wrong`, `failed_requests`, `left_behind`, `growth` (of what `Limits`
     bounds), `sglang_complaints` (log lines), `server_alive`, `stall_ms` (of `stalls`), `probe` (`bound`: how far an
     answer may be from the first; `other_page`: how far one wrong page moves it, at least; `cold`: how far cold ones are).
     """
     failed: list[str] = []
+    probe = found["probe"]
+    scatters = 0.0 < probe["bound"] <= probe["cold"]
     for name in ("wrong_bytes", "probes_wrong", "failed_requests"):
-        if found[name]:
+        if found[name] and not (scatters and name == "probes_wrong"):
             failed.append(f"{name}: {found[name]}, allowed 0")
     counts = found["counts"]
     failed += [f"{name}: {counts[name]}, allowed 0" for name in FAULTS if counts.get(name)]
     loaded, checked = counts.get("pages_loaded_to_device", 0), counts.get("pages_checked", 0)
     if checked < loaded:
         failed.append(f"{loaded} pages were loaded, {checked} checked")
-    probe = found["probe"]
-    if probe["cold"] >= probe["bound"]:
-        failed.append(
-            f"the probe is blind: one wrong page moves it by {probe['other_page']:.2g}, computing it again by "
-            f"{probe['cold']:.2g}"
-        )
+    moves = f"one wrong page moves it by {probe['other_page']:.2g}, computing it again by {probe['cold']:.2g}"
+    if not probe["bound"]:
+        failed.append(f"the probe is blind: {moves}")
     for name, value in found["left_behind"].items():
         failed.append(f"leaks: {name} is {value:g} of an idle server")
     for name in ("memory_mib", "threads", "open_files", "valkey_connections"):
@@ -179,4 +182,9 @@ def verdict(found: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
         failed.append(f"stall_ms_max: {longest}, allowed {limits.stall_ms:g}")
     missing = [name for name in EXERCISED if not counts.get(name)]
     failed += [f"not exercised: {name}" for name in missing]
-    return {"passed": not failed, "failed": failed, "not_exercised": missing}
+    return {
+        "passed": not failed,
+        "failed": failed,
+        "not_exercised": missing,
+        "not_judged": [f"probes: {moves}"] if scatters else [],
+    }

@@ -305,6 +305,7 @@ class Soak:
         return {
             "passed": judged["passed"],
             "failed": judged["failed"],
+            "not_judged": judged["not_judged"],
             "stall_ms_max": found["stall_ms"]["max"],
             "pages_a_run": pages_a_run(found["counts"]),
             **found,

@@ -170,5 +170,12 @@ def test_a_probe_that_cannot_tell_a_wrong_page_fails() -> None:
     blind = {"bound": 0.0, "other_page": 0.0, "cold": 0.0}
     (reason,) = judged(probe=blind)
     assert "the probe is blind" in reason
-    (reason,) = judged(probe={"bound": 0.02, "other_page": 0.04, "cold": 0.03})
-    assert "moves it by 0.04, computing it again by 0.03" in reason
+
+
+def test_probes_that_scatter_as_far_as_a_wrong_page_moves_them_are_not_judged() -> None:
+    """The rest is: a page whose bytes are wrong fails all the same."""
+    scattered = {"bound": 0.02, "other_page": 0.04, "cold": 0.03}
+    assert judged(probe=scattered, probes_wrong=3) == []
+    assert judged(probe=scattered | {"cold": 0.01}, probes_wrong=3) == ["probes_wrong: 3, allowed 0"]
+    (reason,) = judged(probe=scattered, wrong_bytes=1)
+    assert "wrong_bytes: 1" in reason
