@@ -32,9 +32,9 @@ class Fetch:
     its beginning's slots.
     """
 
-    def __init__(self, keys: list[bytes], lane: int | None, stands_for: int = 1) -> None:
+    def __init__(self, keys: list[bytes], lane: int | None, stands_for: float = 1.0) -> None:
         """lane: of the prompt, whose pages come next to each other; None where they come with one get.
-        stands_for: how many pages come meanwhile for each of it, the others by way of siblings."""
+        stands_for: how many pages come meanwhile for each of it, itself and those of siblings."""
         self.keys, self.lane, self.stands_for = keys, lane, stands_for
         self.tickets: set[Ticket] = set()
         self.task: asyncio.Task[dict[bytes, str]] | None = None
@@ -63,7 +63,7 @@ class Getter:
 
     def from_sibling(self, pid: int, fetch: Fetch, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
         """The same out of another process's memory, where they lie at `places`, header first. "unusable": what was
-        there is not the page, or can't be read."""
+        there is not the page. OSError, as of `copy_from`, where it can't be read."""
         return self._into_slots(fetch, keys, lambda pages: self._copy(pid, fetch, keys, pages, places))
 
     def _into_slots(
@@ -89,7 +89,7 @@ class Getter:
         arrived: int | None = 0
         try:
             lengths = self._valkey.get(node, names, [page.slot for page in pages])
-            arrived = fetch.stands_for * sum(length for length in lengths if length > 0) or None
+            arrived = round(fetch.stands_for * sum(length for length in lengths if length > 0)) or None
         except StoreDownError:
             arrived = None
             return ["down"] * len(keys)
@@ -119,11 +119,7 @@ class Getter:
         self, pid: int, fetch: Fetch, keys: Sequence[bytes], pages: list[Page], places: Sequence[int]
     ) -> list[str]:
         size = self._envelope.value_bytes
-        try:
-            copy_from(pid, places, [page.address - HEADER_BYTES for page in pages], size)
-        except OSError as error:
-            logger.warning("a sibling's pages can't be copied, they come from Valkey: %s", error)
-            return ["unusable"] * len(keys)
+        copy_from(pid, places, [page.address - HEADER_BYTES for page in pages], size)
         faults = self._envelope.check_all(pages, keys, [size] * len(keys))
         good = [number for number, fault in enumerate(faults) if fault is None]
         self._table.add("cache_sibling_pages", "copied", amount=len(good))

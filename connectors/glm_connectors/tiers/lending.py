@@ -12,7 +12,7 @@ from glm_connectors.tiers.siblings import Ending
 
 # Seconds that a question waits for a page that nobody here is getting: its request may be about to arrive.
 _GRACE_S = 0.1
-_LOOK_S = 0.005
+_LOOK_S, _LOOK_MOST_S = 0.005, 0.04  # between looks at what has not begun
 # What an owner has found out goes for all; whatever else its get has come to ("full", "cancelled") is its own affair.
 _ENDINGS = {"miss": Ending.MISS, "failed": Ending.FAILED, "down": Ending.DOWN}
 OUTCOMES = {int(ending): outcome for outcome, ending in _ENDINGS.items()}
@@ -22,8 +22,8 @@ class Lending:
     """`siblings.Lender`. under_way: gets that have not ended, by key. planned: what requests wait for, begun or not; both
     change on the same event loop.
 
-    Ranks get a prompt in the same order, and each its own pages from nobody else: so the first page that any of them
-    lacks is always under way, and nobody waits for one who waits for him.
+    Nobody waits for one who waits for him: a rank gets its own pages from Valkey directly; a page's position is the same
+    in every prompt that has it; and who waits for a planned page waits for a prompt that is at an earlier position.
     """
 
     def __init__(
@@ -35,11 +35,13 @@ class Lending:
     ) -> None:
         self._loop, self._pool, self._under_way, self._planned = loop, pool, under_way, planned
 
-    async def lend(self, keys: Sequence[bytes]) -> tuple[list[int], list[Page]]:
-        """Pages that are on their way are waited for; others for as long as their request may still be about to
-        arrive here."""
-        until = self._loop.time() + _GRACE_S
+    async def lend(self, keys: Sequence[bytes], seconds: float) -> tuple[list[int], list[Page]]:
+        """Pages that are on their way are waited for, at most so many seconds; others for as long as their request may
+        still be about to arrive here."""
+        now = self._loop.time()
+        until, grace = now + seconds, now + min(_GRACE_S, seconds)
         ended: dict[bytes, str] = {}
+        look = _LOOK_S
         while True:
             held, absent = self._pool.hold_any(keys, "sibling")
             coming = {
@@ -47,25 +49,39 @@ class Lending:
                 for key in absent
                 if (fetch := self._under_way.get(key)) is not None and fetch.task is not None
             }
-            late = self._loop.time() >= until
-            open_ = [key for key in absent if key not in ended and (not late or key in self._planned)]
-            if not coming and not open_:
+            now = self._loop.time()
+            planned = {key for key in absent if key not in ended and key in self._planned}
+            unknown = now < grace and any(
+                key not in ended and key not in planned and key not in coming for key in absent
+            )
+            if now >= until or not (coming or planned or unknown):
                 places = {page.key: page.address - HEADER_BYTES for page in held}
-                found = [
+                places |= dict.fromkeys([*coming, *planned], int(Ending.COMING))
+                return [
                     places.get(key) or int(_ENDINGS.get(ended.get(key, ""), Ending.ABSENT)) for key in keys
-                ]
-                return found, held
+                ], held
             self._pool.release(held, "sibling")
             if not coming:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(min(look, until - now))
+                look = min(2 * look, _LOOK_MOST_S)
                 continue
-            await asyncio.wait(set(coming.values()))
+            await asyncio.wait(set(coming.values()), timeout=until - now)
             for key, task in coming.items():
-                outcome = "cancelled" if task.cancelled() else task.result().get(key, "cancelled")
-                if outcome != HIT:
-                    ended[key] = outcome
+                if task.done():
+                    outcome = "cancelled" if task.cancelled() else task.result().get(key, "cancelled")
+                    if outcome != HIT:
+                        ended[key] = outcome
 
     def take_back(self, lent: object) -> None:
         """What `lend` gave is no longer lent."""
         assert isinstance(lent, list)
         self._pool.release(lent, "sibling")
+
+    def sample(self) -> int:
+        """The address of a slot that was free; 0 where none was."""
+        pages = self._pool.take(1, "sibling") if self._pool.free else None
+        if not pages:
+            return 0
+        address = pages[0].address - HEADER_BYTES
+        self._pool.release(pages, "sibling")
+        return address

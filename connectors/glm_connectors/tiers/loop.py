@@ -2,9 +2,10 @@
 
 asyncio asks the kernel for events between any two rounds of callbacks, also where the next ones are ready; each question
 lets go of the interpreter, and beside a thread that computes in Python each costs that thread a switch. A job of
-LMCache's executor takes some ten rounds. On this loop nothing comes from the kernel but other threads' wake-ups, which
-can wait for a few rounds. And of those one is enough at a time, which one call of the kernel takes: asyncio sends one for
-each callback of another thread, and asks twice for what was sent.
+LMCache's executor takes some ten rounds. What comes from the kernel on this loop can wait for a few rounds: other
+threads' wake-ups, and what siblings say on their sockets, which a busy loop sees up to `ROUNDS` rounds late. And of the
+wake-ups one is enough at a time, which one call of the kernel takes: asyncio sends one for each callback of another
+thread, and asks twice for what was sent.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ fetched: what nobody holds yet may be gone by the time it runs. What there is to
 
 Where siblings lend, a rank gets from Valkey its own share of a prompt and copies the rest out of their memory
 (`siblings`), but for the first gets of each prompt: whether Valkey has it at all each rank finds out by itself, so that
-a new prompt, of which nothing is there, costs no more than on a rank alone. What is not lent comes from Valkey.
+a new prompt, of which nothing is there, costs no more than on a rank alone. What is not lent comes from Valkey; and who
+has said that he gets nothing for a prompt is not asked again for it.
 
 Everything but `Prefetcher.start`/`urge`/`cancel` runs on the store's event loop; gets run on the repaired executor's
 threads (`gets`).
@@ -22,9 +23,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from glm_connectors.tiers.borrowing import Borrower
 from glm_connectors.tiers.envelope import Envelope
 from glm_connectors.tiers.gets import HIT, Fetch, Getter
-from glm_connectors.tiers.lending import OUTCOMES, Lending
+from glm_connectors.tiers.lending import Lending
 from glm_connectors.tiers.metrics import MetricTable
 from glm_connectors.tiers.pool import CpuPool, Page
 from glm_connectors.tiers.rates import Worth
@@ -62,6 +64,9 @@ class Prefetcher:
         self._window, self._asked = window, asked
         self._lock = threading.Lock()
         self._getter = Getter(pool, valkey, envelope, worth.load, table, self._lock)
+        self._borrower = (
+            None if siblings is None else Borrower(siblings, executor, self._getter, table, self._from_nodes)
+        )
         self._tickets: dict[str, set[Ticket]] = {}  # until they are cancelled
         self._room: Room[Ticket] = Room(slots)  # the event loop's
         self._tasks: set[asyncio.Task[None]] = set()
@@ -287,30 +292,48 @@ class Prefetcher:
         """The gets that bring `keys`: those that are under way for others, and new ones for the rest. lenders: how many
         siblings may be asked."""
         fetches: set[Fetch] = set()
-        from_node: dict[int, list[bytes]] = {}
+        direct: list[bytes] = []
         from_sibling: dict[int, list[bytes]] = {}
         for key in keys:
             shared = self._under_way.get(key)
             owner = self._siblings.owner(key) if lenders and self._siblings is not None else None
             if shared is not None:
                 fetches.add(shared)
-            elif owner is not None:
-                from_sibling.setdefault(owner, []).append(key)
+            elif owner is None:
+                direct.append(key)
+            elif owner in ticket._without:
+                self._table.add("cache_sibling_pages", "absent")
+                direct.append(key)
             else:
-                from_node.setdefault(self._valkey.shards.place(key), []).append(key)
+                from_sibling.setdefault(owner, []).append(key)
         lane = ticket.number if len(ticket.missing) > self._group else None
-        for node, theirs in from_node.items():
-            for start in range(0, len(theirs), self._group):
-                fetch = Fetch(theirs[start : start + self._group], lane, 1 + lenders)
-                fetches.add(self._start(fetch, self._from_valkey(node, fetch, fetch.keys)))
+        asked = sum(len(theirs) for theirs in from_sibling.values())
+        for node, group in self._groups(self._by_node(direct)):
+            fetch = Fetch(group, lane, 1 + asked / len(direct))
+            fetches.add(self._start(fetch, self._from_valkey(node, fetch, group)))
         for owner, theirs in from_sibling.items():
             for start in range(0, len(theirs), self._asked):
+                assert self._borrower is not None
                 fetch = Fetch(theirs[start : start + self._asked], lane)
-                fetches.add(self._start(fetch, self._from_sibling(owner, fetch)))
+                fetches.add(self._start(fetch, self._borrower.bring(owner, fetch)))
         for fetch in fetches:
             fetch.tickets.add(ticket)
         ticket._fetches |= fetches
         return [fetch.task for fetch in fetches if fetch.task is not None]
+
+    def _by_node(self, keys: Sequence[bytes]) -> dict[int, list[bytes]]:
+        found: dict[int, list[bytes]] = {}
+        for key in keys:
+            found.setdefault(self._valkey.shards.place(key), []).append(key)
+        return found
+
+    def _groups(self, by_node: dict[int, list[bytes]]) -> list[tuple[int, list[bytes]]]:
+        """Each a get."""
+        return [
+            (node, theirs[start : start + self._group])
+            for node, theirs in by_node.items()
+            for start in range(0, len(theirs), self._group)
+        ]
 
     def _start(self, fetch: Fetch, work: Coroutine[Any, Any, dict[bytes, str]]) -> Fetch:
         self._under_way |= dict.fromkeys(fetch.keys, fetch)
@@ -321,30 +344,10 @@ class Prefetcher:
     async def _from_valkey(self, node: int, fetch: Fetch, keys: Sequence[bytes]) -> dict[bytes, str]:
         return await self._submit(keys, self._getter.from_valkey, node, fetch, keys)
 
-    async def _from_sibling(self, owner: int, fetch: Fetch) -> dict[bytes, str]:
-        """What the sibling lends is copied, what it has found out is taken over, the rest comes from Valkey."""
-        assert self._siblings is not None
+    async def _from_nodes(self, fetch: Fetch, keys: Sequence[bytes]) -> dict[bytes, str]:
+        """What no sibling lent."""
         outcomes: dict[bytes, str] = {}
-        async with self._siblings.borrow(owner, fetch.keys) as places:
-            lent = {key: place for key, place in zip(fetch.keys, places, strict=True) if place > 0}
-            for key, place in zip(fetch.keys, places, strict=True):
-                if place in OUTCOMES:
-                    outcomes[key] = OUTCOMES[place]
-            if lent:
-                keys, pid = list(lent), self._siblings.pid(owner)
-                outcomes |= await self._submit(
-                    keys, self._getter.from_sibling, pid, fetch, keys, list(lent.values())
-                )
-        rest: dict[int, list[bytes]] = {}
-        for key in fetch.keys:
-            if (outcome := outcomes.get(key, "absent")) in ("absent", "unusable"):
-                self._table.add("cache_sibling_pages", outcome)
-                rest.setdefault(self._valkey.shards.place(key), []).append(key)
-        parts = [
-            self._from_valkey(node, fetch, theirs[start : start + self._group])
-            for node, theirs in rest.items()
-            for start in range(0, len(theirs), self._group)
-        ]
+        parts = [self._from_valkey(node, fetch, theirs) for node, theirs in self._groups(self._by_node(keys))]
         for part in await asyncio.gather(*parts):
             outcomes |= part
         return outcomes

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _GROUP_BYTES = 8 << 20  # pages share a round trip up to here: below it, the cost of a call dominates
 _GROUP = 64
 _ASKED = 4  # groups that a sibling is asked for at once: a question takes both sides a few turns of the interpreter
+_START_S = 5.0  # in which siblings begin; then the store goes on without
 ALL = Share()
 
 
@@ -83,7 +84,11 @@ class TieredStore:
                 )
             except BaseException:
                 self._pool.close()
+                if siblings is not None:
+                    siblings.discard()
                 raise
+        elif siblings is not None:
+            siblings.discard()
         self._watch()
 
     # Looking
@@ -328,8 +333,6 @@ class _Remote:
             slots=lambda: max(1, int(config.prefetch_share * pool.slots)),
             siblings=siblings,
         )
-        if siblings is not None:
-            asyncio.run_coroutine_threadsafe(siblings.start(self.prefetcher.lending), self._loop).result(5)
         self.saver: Saver | None = None
         if writer:
             limits = SaveLimits(
@@ -340,6 +343,21 @@ class _Remote:
                 workers=each,
             )
             self.saver = Saver(self._loop, self._puts, pool, self.valkey, envelope, table, limits)
+        if siblings is not None:
+            self._start_siblings(siblings)
+
+    def _start_siblings(self, siblings: Siblings) -> None:
+        """Where it comes to nothing, pages come from Valkey."""
+        starting = asyncio.run_coroutine_threadsafe(siblings.start(self.prefetcher.lending), self._loop)
+        try:
+            starting.result(_START_S)
+        except Exception as error:
+            logger.warning(
+                "cache: no pages from or for other ranks of this machine: %s",
+                str(error) or "the event loop does not answer",
+            )
+            starting.cancel()
+            asyncio.run_coroutine_threadsafe(siblings.close(), self._loop)
 
     def close(self) -> None:
         """Within: drain + the executors' bounds + the longest call."""
@@ -383,7 +401,7 @@ def _bounded(step: Callable[[], object]) -> None:
     try:
         step()
     except TimeoutError as error:
-        logger.error("closing: %s", error or "the event loop does not answer")
+        logger.error("closing: %s", str(error) or "the event loop does not answer")
 
 
 async def _cancel_rest() -> None:

@@ -43,6 +43,7 @@ class Ticket:
         self._expected = 0  # pages that it counts among those under way; under the prefetcher's lock
         self._fetches: set[Any] = set()  # gets that it waits for; the event loop's
         self._held: list[Page] = []  # the event loop's
+        self._without: set[int] = set()  # siblings that do not lend to it; the event loop's
 
     @property
     def done(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from glm_connectors.tiers import Share
+from glm_connectors.tiers.siblings import place
 from glm_connectors.valkey_store import EmbeddedServer
 
 from glm_sglang.cache.build import alike, share_of, siblings_of
@@ -192,27 +193,33 @@ def test_ranks_of_a_group_have_a_share_each(cp: int, tp: int, monkeypatch: pytes
     assert sorted(share.index for share in shares) == list(range(cp * tp))
 
 
-def test_ranks_of_a_group_find_each_other() -> None:
-    """Over gloo, a process each: a rank's siblings are all that it shares a CP or TP group with, directly or not."""
+@pytest.mark.parametrize("blind", [None, 1])
+def test_ranks_of_a_group_find_each_other(blind: int | None) -> None:
+    """Over gloo, a process each: a rank's siblings are all that it shares a CP or TP group with, directly or not. One
+    that does not know its machine (`blind`) comes to the exchange as well, and is nobody's neighbour."""
     cp = tp = 2
     of = cp * tp
     context = multiprocessing.get_context("fork")  # to import all of it anew takes each of them seconds
     results: Any = context.Queue()
     port = free_port()
-    ranks = [context.Process(target=meet, args=(rank, cp, tp, port, results)) for rank in range(of)]
+    ranks = [context.Process(target=meet, args=(rank, cp, tp, port, results, blind)) for rank in range(of)]
     for rank in ranks:
         rank.start()
     found = dict(results.get(timeout=60) for _ in ranks)
     for rank in ranks:
         rank.join(30)
-    pids = {index: pid for index, pid, _ in found.values()}
+    pids = {index: pid for index, pid, _, _ in found.values()}
     assert sorted(pids) == list(range(of))
-    for index, _, theirs in found.values():
+    for rank, (index, _, theirs, elsewhere) in found.items():
         assert theirs == {other: pid for other, pid in pids.items() if other != index}
+        assert elsewhere == (0 if blind is None else of - 1 if rank == blind else 1)
 
 
-def meet(rank: int, cp: int, tp: int, port: int, results: Any) -> None:
-    """A rank of the test above: puts (rank, (its index, its process, its siblings' processes))."""
+def meet(rank: int, cp: int, tp: int, port: int, results: Any, blind: int | None) -> None:
+    """A rank of the test above: puts (rank, (its index, its process, its siblings' processes, how many are
+    elsewhere))."""
+    if rank == blind:
+        place._BOOT = "/nowhere"
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=cp * tp
     )
@@ -226,5 +233,5 @@ def meet(rank: int, cp: int, tp: int, port: int, results: Any) -> None:
     siblings = siblings_of(share, groups)
     assert siblings is not None
     theirs = {index: siblings.pid(index) for index in range(share.of) if index != share.index}
-    results.put((rank, (share.index, os.getpid(), theirs)))
+    results.put((rank, (share.index, os.getpid(), theirs, siblings.count("elsewhere"))))
     torch.distributed.barrier()

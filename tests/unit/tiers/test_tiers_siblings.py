@@ -38,12 +38,20 @@ def places(of: int) -> list[Place]:
     return [Place(Share(index, of)) for index in range(of)]
 
 
-def family_of(make: Make, url: str, of: int, *, connected: bool = True, **more: Any) -> list[Rank]:
+def family_of(
+    make: Make,
+    url: str,
+    of: int,
+    *,
+    connected: bool = True,
+    answer_s: float = family.ANSWER_S,
+    **more: Any,
+) -> list[Rank]:
     """Ranks that know each other."""
     found = places(of)
     addresses = [place.address for place in found]
     ranks = [
-        make(url, share=place.share, siblings=Siblings(place, addresses), pages=3 * PAGES, **more)
+        make(url, share=place.share, siblings=Siblings(place, addresses, answer_s), pages=3 * PAGES, **more)
         for place in found
     ]
     if connected:

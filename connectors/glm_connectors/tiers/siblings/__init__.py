@@ -7,7 +7,9 @@
 
 A page is its owner's to get, the one that puts it (`Share`). The owner lends it: it holds the page and says where it
 lies, and the other copies it out of the owner's memory (`process_vm_readv`) and checks it as if it had come from
-Valkey. Nothing depends on it: what a sibling has not, or can't lend, is got from Valkey, and counted.
+Valkey. That Valkey has not got a page, or fails, the owner's word is taken for; what is otherwise not lent comes from
+Valkey, and is counted. An owner answers in time, if only that pages are on their way, and is asked again: who says
+nothing at all is not asked until he does.
 """
 
 from __future__ import annotations

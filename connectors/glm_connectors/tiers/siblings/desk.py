@@ -22,12 +22,15 @@ _LONGEST = 10.0
 class Lender(Protocol):
     """`lending.Lending`."""
 
-    async def lend(self, keys: Sequence[bytes]) -> tuple[list[int], object]:
+    async def lend(self, keys: Sequence[bytes], seconds: float) -> tuple[list[int], object]:
         """For each key the address of its slot, which stays as it is until `take_back` of the second value, or an
-        `Ending`. Waits for pages that are on their way."""
+        `Ending`. Waits for pages that are on their way, for so many seconds."""
 
     def take_back(self, lent: object) -> None:
         """No longer lent."""
+
+    def sample(self) -> int:
+        """An address in the memory of its pages; 0 where none is known."""
 
 
 class Desk:
@@ -36,6 +39,7 @@ class Desk:
     def __init__(self, lender: Lender, longest: float = _LONGEST) -> None:
         self._lender, self._longest = lender, longest
         self._probe = ctypes.create_string_buffer(wire.PROBE, len(wire.PROBE))
+        self._sample = lender.sample()
         self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +52,7 @@ class Desk:
             if wire.user_of(writer) != os.getuid():
                 logger.warning("cache: another user's process asked for pages, and got none")
                 return
-            wire.send(writer, wire.Hello(ctypes.addressof(self._probe)))
+            wire.send(writer, wire.Hello(ctypes.addressof(self._probe), self._sample))
             while (message := await wire.receive(reader)) is not None:
                 if isinstance(message, wire.Ask):
                     counter.ask(message)
@@ -60,8 +64,8 @@ class Desk:
             logger.warning("cache: a sibling's connection is closed: %s", error)
         finally:
             del self._serving[task]
-            counter.close()
             writer.close()
+            counter.close()
 
     async def close(self) -> None:
         """Ends all connections; nothing is lent any more."""
@@ -86,18 +90,27 @@ class _Counter:
     async def _answer(self, message: wire.Ask) -> None:
         number = message.number
         try:
-            places, lent = await self._lender.lend(message.keys)
+            places, lent = await self._lender.lend(message.keys, message.seconds)
+        except Exception:
+            logger.exception("cache: pages can't be lent")
+            self._say(number, [])
+            return
         finally:
             self._asked.pop(number, None)
         timer = asyncio.get_running_loop().call_later(self._longest, self.take_back, number)
         self._lent[number] = lent, timer
+        self._say(number, places)
+
+    def _say(self, number: int, places: list[int]) -> None:
         with contextlib.suppress(ConnectionError):
             wire.send(self._writer, wire.Loan(number, places))
 
     def take_back(self, number: int) -> None:
-        """Returned, or lent for long enough. One that is still waited for is no longer."""
+        """Returned, or lent for long enough. One that is still waited for is no longer; it is answered all the same, so
+        that the sibling hears from here whenever it has asked."""
         if (task := self._asked.pop(number, None)) is not None:
             task.cancel()
+            self._say(number, [])
         elif (found := self._lent.pop(number, None)) is not None:
             lent, timer = found
             timer.cancel()

@@ -21,23 +21,28 @@ class Ending(enum.IntEnum):
     MISS = -2  # Valkey has not got it
     FAILED = -3  # its get failed
     DOWN = -4  # Valkey is down
+    COMING = -5  # it is on its way there: ask again
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """Owner, first. probe: the address of eight bytes that say `PROBE`."""
+    """Owner, first. probe: the address of eight bytes that say `PROBE`. sample: of a byte of its pages' memory, which may
+    be of a kind that can't be read; 0 for none."""
 
     probe: int
+    sample: int
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """Lend me these."""
+    """Lend me these. seconds: after which an answer is due, whatever has come by then."""
 
     number: int
     keys: list[bytes]
+    seconds: float
 
 
 class Loan(msgspec.Struct, tag="loan", array_like=True):
-    """Owner. places: for each key the address of its slot, header first, or an `Ending`; until `Return`."""
+    """Owner, to each `Ask`. places: for each key the address of its slot, header first, or an `Ending`; until `Return`.
+    Empty where it was returned before it was answered, or could not be."""
 
     number: int
     places: list[int]
@@ -56,7 +61,10 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
-    """Queues it. Messages are small and answered, so what is queued is bounded by what is asked."""
+    """Queues it; nothing where the connection has ended. Messages are small and answered, so what is queued is bounded
+    by what is asked."""
+    if writer.is_closing():
+        return
     body = _encoder.encode(message)
     writer.write(_LENGTH.pack(len(body)) + body)
 
