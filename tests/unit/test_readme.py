@@ -225,3 +225,17 @@ def test_second_turns_under_stalls_are_said_as_measured() -> None:
         unrepaired["zero_stores"],
         unrepaired["queue_at_end"],
     ]
+
+
+def test_what_ranks_gain_by_sharing_their_gets_is_said_as_measured() -> None:
+    found = result("cpu/sibling_gets")
+    said = re.search(
+        r"four ranks, two cores: (\S+) s instead of (\S+) for (\S+) tokens, (\d+) pages from Valkey instead of (\d+),",
+        README,
+    )
+    assert said
+    assert (found["ranks"], found["wrong_pages"], found["incomplete"]) == (4, 0, 0)
+    together, apart = found["together"], found["apart"]
+    assert [said[1], said[2]] == [f"{arm['median_seconds']:.2f}" for arm in (together, apart)]
+    assert said[3] == f"{found['tokens']:,}"
+    assert [int(said[4]), int(said[5])] == [max(arm["sent_pages"]) for arm in (together, apart)]
