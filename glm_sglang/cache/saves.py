@@ -71,9 +71,10 @@ class SaveQueue:
         self._limit = limit_pages
         self._count = count
         self._audit = audit
-        self._lock = threading.Lock()
+        # The scheduler's thread takes no lock, whose holder may be waiting for the interpreter. It alone changes `_order`
+        # and `_pages_put`; the save thread sets `_pages_ended` and, after that, a save's result.
         self._order: deque[_Save] = deque()
-        self._queued_pages = 0
+        self._pages_put = self._pages_ended = 0
         self._work: queue.Queue[_Save | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="glm-cache-save", daemon=True)
         self._thread.start()
@@ -81,51 +82,46 @@ class SaveQueue:
     @property
     def queued_pages(self) -> int:
         """Pages whose copy has not ended."""
-        return self._queued_pages
+        return self._pages_put - self._pages_ended
 
     def put(self, names: Sequence[str], indices: Any, written: Callable[[], None]) -> None:
         """Scheduler thread. names: the pages' keys in hexadecimal. Where the queue has no room for a single one, the save
         has failed at once.
         """
-        room = max(0, self._limit() - self._queued_pages)  # only this thread adds to it
+        room = max(0, self._limit() - self.queued_pages)
         most = min(len(names), room)
         if names and not room:
             self.refuse(len(names), "queue_full")
             return
         save = _Save(names, indices, written, most)
-        with self._lock:
-            self._order.append(save)
-            self._queued_pages += most
+        self._order.append(save)
+        self._pages_put += most
         self._work.put(save)
 
     def refuse(self, pages: int, end: str) -> None:
         """A save that has failed before it began; its result comes in its turn."""
-        with self._lock:
-            self._order.append(_Save([], None, _nothing, succeeded=False))
+        self._order.append(_Save([], None, _nothing, succeeded=False))
         self._count(end, pages)
 
     def completed(self) -> int:
         """How many results can be taken: those before the oldest save that is still under way."""
         done = 0
-        with self._lock:
-            for save in self._order:
-                if save.succeeded is None:
-                    break
-                done += 1
+        for save in self._order:
+            if save.succeeded is None:
+                break
+            done += 1
         return done
 
     def pop(self) -> bool:
         """The oldest result. IndexError where there is none."""
-        with self._lock:
-            if not self._order or self._order[0].succeeded is None:
-                raise IndexError("no save has completed")
-            return bool(self._order.popleft().succeeded)
+        if not self._order or self._order[0].succeeded is None:
+            raise IndexError("no save has completed")
+        return bool(self._order.popleft().succeeded)
 
     def quiesce(self) -> None:
         """Waits until every copy has ended, and forgets the results. Copies only: no network."""
         self._work.join()
-        with self._lock:
-            self._order.clear()
+        self._order.clear()
 
     def close(self) -> None:
         """Ends the thread after what is queued."""
@@ -139,9 +135,8 @@ class SaveQueue:
             except Exception:
                 logger.exception("a save failed; its pages are computed again when they are needed")
                 succeeded = False
-            with self._lock:
-                save.succeeded = succeeded
-                self._queued_pages -= save.most
+            self._pages_ended += save.most
+            save.succeeded = succeeded  # last: whoever sees it finds room for the next
             self._work.task_done()
         self._work.task_done()
 

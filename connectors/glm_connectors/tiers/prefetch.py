@@ -63,7 +63,9 @@ class Prefetcher:
         self._group = group if valkey.batches_reads else 1
         self._window, self._asked = window, asked
         self._lock = threading.Lock()
-        self._getter = Getter(pool, valkey, envelope, worth.load, table, self._lock)
+        # Of what fetches hold: workers take slots under it. The scheduler, whose `cancel` takes the other, does not wait.
+        self._holding = threading.Lock()
+        self._getter = Getter(pool, valkey, envelope, worth.load, table, self._holding)
         self._borrower = (
             None if siblings is None else Borrower(siblings, executor, self._getter, table, self._from_nodes)
         )
@@ -380,7 +382,7 @@ class Prefetcher:
                     ended.append(fetch)
             ticket._fetches.clear()
         held: list[Page] = []
-        with self._lock:  # all of them before the first page is let go, whose slot another would take
+        with self._holding:  # all of them before the first page is let go, whose slot another would take
             for fetch in ended:
                 fetch.left = True
                 held += fetch.held

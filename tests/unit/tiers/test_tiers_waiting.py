@@ -227,6 +227,32 @@ def test_a_cancel_while_its_get_is_under_way_leaves_no_hold(
     until(reader.idle)
 
 
+def test_who_leaves_waits_for_no_worker_that_takes_slots(
+    filled: EmbeddedServer, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's thread cancels while a worker is somewhere in the pool, and may have lost the interpreter there."""
+    reader = rank(filled.url, writer=False, pages=20)
+    inside, go_on = threading.Event(), threading.Event()
+    take = reader.pool.take
+
+    def slow(count: int, owner: str, lane: object = None) -> Any:
+        inside.set()
+        assert go_on.wait(PATIENCE)
+        return take(count, owner, lane)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader.pool, "take", slow)
+    ticket = reader.store.prefetch("r", PROMPTS[0])
+    assert inside.wait(PATIENCE)
+    leaving = threading.Thread(target=reader.store.cancel, args=("r",), daemon=True)
+    leaving.start()
+    leaving.join(PATIENCE / 3)  # sooner than the worker gives up
+    left = not leaving.is_alive()
+    go_on.set()
+    assert left
+    assert ticket.end == "cancelled"
+    until(reader.idle)
+
+
 @pytest.mark.parametrize("how", ["clear", "close"])
 def test_the_end_lets_go_of_everything(how: str, filled: EmbeddedServer, rank: Make) -> None:
     reader = rank(filled.url, writer=False, pages=20)
