@@ -104,6 +104,7 @@ def _parts(params: Any, components: Any) -> Parts:
         prefetches=True,
         counter=counter,
         save_limit_pages=lambda: max(_SAVE_LEAST, int(store.pool_pages * _SAVE_SHARE)),
+        pool_pages=lambda: store.pool_pages,
     )
 
 

@@ -110,7 +110,10 @@ class GrowingAllocator(PinMemoryAllocator):  # type: ignore[misc]
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without transparent huge pages: it takes longer to pin
             memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy at once what is pinned, page by page
+        with suppress(
+            OSError
+        ):  # a fork would copy at once what is pinned, page by page; a sandbox may not know the advice
+            memory.madvise(mmap.MADV_DONTFORK)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self.base = self.buffer.data_ptr()
         self.allocator = PagedTensorMemoryAllocator(self.buffer, shapes, dtypes, fmt)

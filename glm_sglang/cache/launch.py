@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from glm_sglang import failure, settings
-from glm_sglang.cache import options
+from glm_sglang.cache import options, stalls
 from glm_sglang.command_line import Request
 from glm_sglang.errors import UsageError
 
@@ -53,6 +53,10 @@ def fields(request: Request) -> dict[str, tuple[Any, str]]:
     if not chosen.on:
         return {}
     _refuse_conflicts(request)
+    try:
+        stalls.log_longer(settings.read(settings.CACHE_STALL_LOG_MS))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if chosen.url.startswith("embedded://") and str(request.get("nnodes", 1)) != "1":
         raise UsageError(
             f"{_URL} is embedded://, a server of one machine, and --nnodes is {request.given['nnodes']}; give the URL of "

@@ -69,6 +69,7 @@ class Parts:
     wait_s: float | None
     prefetches: bool
     save_limit_pages: Callable[[], int]
+    pool_pages: Callable[[], int] | None = None
     counter: MeasuredLayerCounter | None = None
 
 
@@ -123,6 +124,7 @@ class GlmCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             parts.copier,
             self.page_tokens,
             limit_pages=parts.save_limit_pages,
+            pool_pages=parts.pool_pages,
             count=lambda end, pages: recorder.add("cache_offload_pages", end, amount=pages),
             audit=parts.audit,
         )

@@ -64,13 +64,16 @@ class SaveQueue:
         limit_pages: Callable[[], int],
         count: Count,
         audit: Audit,
+        pool_pages: Callable[[], int] | None = None,
     ) -> None:
+        """pool_pages: what the pool holds, of which a node that is larger gets half."""
         self._store = store
         self._copier = copier
         self._page_tokens = page_tokens
         self._limit = limit_pages
         self._count = count
         self._audit = audit
+        self._pool_pages = pool_pages
         # The scheduler's thread takes no lock, whose holder may be waiting for the interpreter. It alone changes `_order`
         # and `_pages_put`; the save thread sets `_pages_ended` and, after that, a save's result.
         self._order: deque[_Save] = deque()
@@ -151,6 +154,10 @@ class SaveQueue:
         # What was loaded from the pool comes back here, and what was saved of a larger node.
         first = self._store.resident(keys)
         end = min(len(keys), first + save.most)
+        if self._pool_pages is not None and len(keys) > (pool := self._pool_pages()):
+            end = max(
+                first, min(end, pool // 2)
+            )  # its end would push out its own beginning, and everybody else
         lane = object() if end - first > RESERVE else None
         self._count("resident", first)
         if end < len(keys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from glm_connectors.tiers.siblings import Ending, Siblings
 
 logger = logging.getLogger(__name__)
 
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 # Seconds that pages may be on their way to a sibling: then they come from Valkey, whatever it says.
 _LONGEST_S = 30.0
 
@@ -73,7 +75,10 @@ class Borrower:
             outcomes = await self._executor.submit_job(self._getter.from_sibling, pid, fetch, keys, places)
             return dict(zip(keys, outcomes, strict=True))
         except OSError as error:
-            self._siblings.refuse(owner, str(error))
+            if error.errno in _FORBIDDEN:
+                self._siblings.refuse(owner, str(error))
+            else:  # it is ending, and its connection will say so; or short of memory
+                logger.info("cache: pages of rank %d were not copied: %s", owner, error)
         except Exception as error:
             logger.warning("a sibling's pages can't be copied: %s", error)
         return dict.fromkeys(keys, "unusable")

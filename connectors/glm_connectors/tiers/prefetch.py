@@ -311,7 +311,8 @@ class Prefetcher:
         lane = ticket.number if len(ticket.missing) > self._group else None
         asked = sum(len(theirs) for theirs in from_sibling.values())
         for node, group in self._groups(self._by_node(direct)):
-            fetch = Fetch(group, lane, 1 + asked / len(direct))
+            # Where a sibling has not lent, what it was asked for is got here as well: then it says nothing of the rate.
+            fetch = Fetch(group, lane, 1.0 if ticket._without else 1 + asked / len(direct))
             fetches.add(self._start(fetch, self._from_valkey(node, fetch, group)))
         for owner, theirs in from_sibling.items():
             for start in range(0, len(theirs), self._asked):

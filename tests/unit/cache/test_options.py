@@ -95,6 +95,12 @@ def test_what_cannot_be_is_refused_by_name(argv: tuple[str, ...], message: str) 
     assert "secret" not in str(raised.value)
 
 
+def test_a_limit_that_is_no_number_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLM_SGLANG_CACHE_STALL_LOG_MS", "5ms")
+    with pytest.raises(UsageError, match="GLM_SGLANG_CACHE_STALL_LOG_MS is '5ms'; expected milliseconds"):
+        filled(*URL)
+
+
 def test_no_password_is_printed() -> None:
     request = parse(URL)
     assert own_flags.shown(own_flags.CACHE[0], request.given) == "valkey://u:***@10.0.0.9:6379"

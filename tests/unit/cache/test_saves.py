@@ -49,10 +49,16 @@ class Copier:
 
 
 class Setup:
-    def __init__(self, slots: int = 1024, limit: int = 1024) -> None:
+    def __init__(self, slots: int = 1024, limit: int = 1024, pool_pages: int | None = None) -> None:
         self.store, self.copier, self.ends = MemoryStore(4, slots=slots), Copier(), Counter[str]()
         self.queue = SaveQueue(
-            self.store, self.copier, PAGE, limit_pages=lambda: limit, count=self.count, audit=Audit()
+            self.store,
+            self.copier,
+            PAGE,
+            limit_pages=lambda: limit,
+            count=self.count,
+            audit=Audit(),
+            pool_pages=None if pool_pages is None else lambda: pool_pages,
         )
 
     def count(self, end: str, pages: int) -> None:
@@ -120,6 +126,18 @@ def test_a_node_larger_than_the_queue_is_saved_from_its_beginning_each_time_more
     small.put(*node)
     assert small.results(1) == [True]
     assert (small.queue.queued_pages, small.store.reserved) == (0, 0)
+
+
+def test_a_node_larger_than_the_pool_keeps_its_beginning_there() -> None:
+    """All of it would push out itself from its beginning on, and everybody else."""
+    small = Setup(limit=100, pool_pages=60)
+    for _ in range(3):
+        small.put(*range(1, 101))
+        assert small.results(1) == [False]
+        assert small.store.resident([key(n) for n in range(1, 101)]) == 30
+    assert small.ends == {"saved": 30, "resident": 0 + 30 + 30, "queue_full": 3 * 70}
+    small.put(*range(101, 161))  # as large as the pool
+    assert small.results(1) == [True]
 
 
 def test_what_is_queued_takes_room_from_what_comes_and_every_page_has_one_end() -> None:

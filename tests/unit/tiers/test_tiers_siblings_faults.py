@@ -314,7 +314,35 @@ def test_a_system_without_the_call_is_an_error_when_it_is_called(monkeypatch: py
         memory.let_siblings_read()
 
 
-@pytest.mark.parametrize("number", [errno.EFAULT, errno.EPERM, errno.ESRCH, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EFAULT, errno.ESRCH, errno.ENOMEM])
+def test_a_copy_that_fails_for_once_is_no_refusal(
+    server: EmbeddedServer,
+    rank: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    """Of a rank that is ending, or while the kernel has no memory for it: nothing that an operator has to allow."""
+    real = gets_module.copy_from
+
+    def fails(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    chain, next_ = keys(PAGES, f"once {number}"), keys(PAGES, f"again {number}")
+    with saved(rank, server.url, chain), saved(rank, server.url, next_):
+        ranks = family_of(rank, server.url, 2)
+        monkeypatch.setattr(gets_module, "copy_from", fails)
+        assert fetch_at_once(ranks, chain) == ["complete"] * 2
+        monkeypatch.setattr(gets_module, "copy_from", real)
+        assert fetch_at_once(ranks, next_) == ["complete"] * 2
+        assert [one.hits(chain) for one in ranks] == [PAGES] * 2
+        assert [one.metrics["cache_siblings", "usable"] for one in ranks] == [1, 1]
+        assert all(one.metrics["cache_sibling_pages", "unusable"] > 0 for one in ranks)
+        assert all(one.metrics["cache_sibling_pages", "copied"] > 0 for one in ranks)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_memory_that_can_t_be_read_is_said_once(
     server: EmbeddedServer,
     rank: Make,
