@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,35 +18,12 @@ from glm_connectors.tiers.pool import OWNERS
 
 from glm_sglang.cache import in_use
 from glm_sglang.cache.slots import page_numbers
-from glm_sglang.cache.stalls import Kind, StallClock
 from tests.unit.cache.tree import PAGE, Tree, expected_page
 
 AT_ONCE, A_STEP = 512, 16
 BURST = 64  # requests that come between two steps at most: each takes 16 µs of the next
 DEVICE = 64  # pages
 LIMIT = 128  # pages whose copy may wait
-
-
-class TwoClocks:
-    """What a step spends in the cache, by the wall and by the thread: other load on the machine moves one only."""
-
-    def __init__(self) -> None:
-        self.wall: list[float] = []
-        self.thread: list[float] = []
-        self._clocks = (
-            StallClock(self.wall.append, held=self.wall.append),
-            StallClock(self.thread.append, held=self.thread.append, clock=time.thread_time),
-        )
-        self.longest = 0.0
-
-    @contextmanager
-    def measure(self, kind: Kind = Kind.WORK) -> Iterator[None]:
-        with self._clocks[0].measure(kind), self._clocks[1].measure(kind):
-            yield
-
-    def step(self) -> None:
-        for clock in self._clocks:
-            clock.step()
 
 
 class Scheduler:
@@ -124,12 +100,9 @@ class Scheduler:
 @pytest.mark.alone
 @pytest.mark.parametrize("requests", [3_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_requests_and_a_tenth_aborted(node: Callable[..., Tree], requests: int) -> None:
-    """No leak, bounded queues; what a scheduling step spends in the cache is below 5 ms at the 99th percentile of its
-    thread's own time, and of the clock on the wall at the median.
-    """
+    """No leak, bounded queues. How long a step takes is the benchmarks' (`stalled_valkey`, `cache_soak`, `page_cost`)."""
     pool_bytes = 200 * (1 << 16)
     tree = node(wait_s=0.2, pages=DEVICE, save_limit_pages=LIMIT, pool_bytes=pool_bytes)
-    tree.linker.stalls = clocks = TwoClocks()  # type: ignore[assignment]
     prompts = [tuple(range(100_000 + 100 * n, 100_000 + 100 * n + PAGE)) for n in range(600)]
     scheduler = Scheduler(tree, prompts)
     store: Any = tree.store
@@ -158,6 +131,3 @@ def test_many_requests_and_a_tenth_aborted(node: Callable[..., Tree], requests: 
     assert store._pool.free + store._pool.resident == store._pool.slots
     assert tree.allocator.available_size() == DEVICE * PAGE
     assert (len(tree.linker.arrivals), tree.linker._pins, tree.linker._queued) == (0, {}, {})
-    assert len(clocks.thread) > requests / A_STEP / 2
-    assert sorted(clocks.thread)[int(0.99 * len(clocks.thread))] < 0.005
-    assert sorted(clocks.wall)[len(clocks.wall) // 2] < 0.005

@@ -47,7 +47,8 @@ def family_of(
     answer_s: float = family.ANSWER_S,
     **more: Any,
 ) -> list[Rank]:
-    """Ranks that know each other."""
+    """Ranks that know each other, and are patient with Valkey: nothing here is about a slow one."""
+    more = {"request_timeout": 10.0} | more
     found = places(of)
     addresses = [place.address for place in found]
     ranks = [
