@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def result(
     argv += ["--concurrency", "2", "-o", str(folder / "ab.jsonl")]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [orjson.loads(line) for line in (folder / "ab.jsonl").read_bytes().splitlines()]
+    lines = [json.loads(line) for line in (folder / "ab.jsonl").read_text().splitlines()]  # with Infinity
     return orjson.loads(done.stdout.splitlines()[-1]), lines
 
 
