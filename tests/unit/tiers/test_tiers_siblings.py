@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from glm_connectors.tiers import Place, Share, Siblings
-from glm_connectors.tiers import store as store_module
+from glm_connectors.tiers import remote as remote_module
 from glm_connectors.tiers.siblings import Address, copy_from, desk, family
 from glm_connectors.valkey_store import EmbeddedServer
 from ranks import Rank, keys, until
@@ -31,7 +31,7 @@ PAGES = 200
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_GROUP", GROUP)
+    monkeypatch.setattr(remote_module, "_GROUP", GROUP)
 
 
 def places(of: int) -> list[Place]:

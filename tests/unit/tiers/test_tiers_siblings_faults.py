@@ -18,7 +18,7 @@ import pytest
 from glm_connectors.tiers import Place, Share, Siblings
 from glm_connectors.tiers import borrowing as borrowing_module
 from glm_connectors.tiers import gets as gets_module
-from glm_connectors.tiers import store as store_module
+from glm_connectors.tiers import remote as remote_module
 from glm_connectors.tiers.siblings import Address, Ending, copy_from, family, memory, wire
 from glm_connectors.tiers.siblings import place as place_module
 from glm_connectors.valkey_store import EmbeddedServer
@@ -272,7 +272,7 @@ def test_a_store_starts_without_siblings(
     caplog: pytest.LogCaptureFixture,
     start: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(store_module, "_START_S", 0.05)
+    monkeypatch.setattr(remote_module, "_START_S", 0.05)
     monkeypatch.setattr(Siblings, "start", start)
     first, second = places(2)
     threads = set(threading.enumerate())
@@ -314,6 +314,15 @@ def test_a_system_without_the_call_is_an_error_when_it_is_called(monkeypatch: py
         memory.let_siblings_read()
 
 
+def failing(number: int) -> Callable[..., None]:
+    """A copy of pages that ends with this errno."""
+
+    def fails(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
 @pytest.mark.parametrize("number", [errno.EFAULT, errno.ESRCH, errno.ENOMEM])
 def test_a_copy_that_fails_for_once_is_no_refusal(
     server: EmbeddedServer,
@@ -325,13 +334,10 @@ def test_a_copy_that_fails_for_once_is_no_refusal(
     """Of a rank that is ending, or while the kernel has no memory for it: nothing that an operator has to allow."""
     real = gets_module.copy_from
 
-    def fails(*args: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
     chain, next_ = keys(PAGES, f"once {number}"), keys(PAGES, f"again {number}")
     with saved(rank, server.url, chain), saved(rank, server.url, next_):
         ranks = family_of(rank, server.url, 2)
-        monkeypatch.setattr(gets_module, "copy_from", fails)
+        monkeypatch.setattr(gets_module, "copy_from", failing(number))
         assert fetch_at_once(ranks, chain) == ["complete"] * 2
         monkeypatch.setattr(gets_module, "copy_from", real)
         assert fetch_at_once(ranks, next_) == ["complete"] * 2
@@ -352,10 +358,7 @@ def test_memory_that_can_t_be_read_is_said_once(
 ) -> None:
     """Though the probe could be."""
 
-    def fails(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(gets_module, "copy_from", fails)
+    monkeypatch.setattr(gets_module, "copy_from", failing(number))
     chain, next_ = keys(PAGES, "unreadable"), keys(PAGES, "unreadable too")
     with saved(rank, server.url, chain), saved(rank, server.url, next_):
         ranks = family_of(rank, server.url, 2)
